@@ -1,0 +1,42 @@
+"""The values that follow from others when they are not given.
+
+`derive` fills in what it can and judges nothing; `resolve`, in resolution.py, checks the result as well.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from megascale.config.schema import RunConfig
+
+__all__ = ["derive"]
+
+
+def derive(config: RunConfig, world_size: int, tokenizer_vocab_size: int | None = None) -> RunConfig:
+    """Return `config` with every None filled in that follows from other values; the rest stays None.
+
+    What is derived from the launch is either a property of the training (the global batch size, which must stay what
+    it was if the run goes on with another number of processes) or is left out: `world_size` is never filled in.
+    """
+    model, data, train, schedule = config.model, config.data, config.train, config.schedule
+    if model.hidden_size is not None:
+        model = _fill(model, "ffn_hidden_size", 4 * model.hidden_size)
+    model = _fill(model, "max_position_embeddings", data.seq_length)
+    model = _fill(model, "vocab_size", tokenizer_vocab_size)
+    data = _fill(data, "tokenizer_type", _tokenizer_type_of_files(config))
+    tp = config.parallel.tensor_model_parallel_size
+    if tp > 0 and world_size % tp == 0:
+        train = _fill(train, "global_batch_size", train.micro_batch_size * (world_size // tp))
+    schedule = _fill(schedule, "lr_decay_iters", train.train_iters)
+    return replace(config, model=model, data=data, train=train, schedule=schedule)
+
+
+def _fill(section: Any, name: str, value: object) -> Any:
+    return section if getattr(section, name) is not None else replace(section, **{name: value})
+
+
+def _tokenizer_type_of_files(config: RunConfig) -> str | None:
+    """Return the tokenizer whose files are given, None when none are or when they belong to two kinds."""
+    byte_pair_files = bool(config.data.vocab_file or config.data.merge_file)
+    if byte_pair_files == bool(config.data.tokenizer_model):
+        return None
+    return "GPT2BPETokenizer" if byte_pair_files else "HuggingFaceTokenizer"

@@ -1,0 +1,262 @@
+"""What a run is: every option once, with its type, default, flag and meaning.
+
+The flags, the YAML keys, --help and the checks are all generated from these fields. A field is typed as it stands in a
+resolved configuration; one that is marked `derived` or `required` may be None until `resolve()` has filled it in.
+"""
+
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Option",
+    "ParallelConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "options",
+]
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    aliases: tuple[str, ...] = (),
+    shorthands: dict[str, str] | None = None,
+    derived: str | None = None,
+    required: bool = False,
+) -> Any:
+    """Describe one field.
+
+    flag: its flag, where that is not the field's name with dashes. aliases: other spellings of the flag.
+    shorthands: flags without a value that stand for one value of this option.
+    derived: what the value is when none is given. required: there is no such value.
+    """
+    metadata = {
+        "help": help,
+        "flag": flag,
+        "aliases": aliases,
+        "shorthands": shorthands or {},
+        "derived": derived,
+        "required": required,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def required(help: str) -> Any:
+    """Describe a field that a flag, a file or a preset must give."""
+    return option(None, help, required=True)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The network: a GPT-2 decoder."""
+
+    preset: str | None = option(
+        None, "named model and recipe that fills in what is not given", flag="--model", aliases=("--preset",)
+    )
+    num_layers: int = required("transformer layers")
+    hidden_size: int = required("width of the residual stream")
+    num_attention_heads: int = required("attention heads per layer; each is hidden size / heads wide")
+    ffn_hidden_size: int = option(None, "width inside the MLP", derived="4 x --hidden-size")
+    max_position_embeddings: int = option(None, "learned positions, in tokens", derived="--seq-length")
+    vocab_size: int = option(None, "tokens of the vocabulary before padding", derived="the tokenizer's")
+    make_vocab_size_divisible_by: int = option(
+        1024, "the vocabulary is padded to a multiple of this, whatever the tensor-parallel size"
+    )
+    hidden_dropout: float = option(0.1, "dropout probability after the embedding and before each residual sum")
+    attention_dropout: float = option(0.1, "dropout probability of the attention weights")
+    init_method_std: float = option(
+        0.02, "standard deviation of initial weights; / sqrt(2 x layers) for those before a residual sum"
+    )
+    layernorm_epsilon: float = option(1e-5, "added to the variance in every layer norm")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the run is spread over processes."""
+
+    tensor_model_parallel_size: int = option(
+        1, "consecutive ranks that share one copy of the model", aliases=("--model-parallel-size",)
+    )
+    world_size: int | None = option(
+        None,
+        "processes of the run: with --dry-run the number to plan for, otherwise a promise that is checked at launch",
+        derived="as launched",
+    )
+    distributed_backend: Literal["auto", "gloo", "nccl"] = option(
+        "auto", "communication library; auto is nccl on cuda and gloo on cpu"
+    )
+    distributed_timeout_minutes: float = option(10.0, "minutes after which a collective that nobody joins is an error")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and gradient clipping."""
+
+    weight_decay: float = option(0.01, "decoupled weight decay; not of biases and layer norms")
+    adam_beta1: float = option(0.9, "decay of the running mean of gradients")
+    adam_beta2: float = option(0.999, "decay of the running mean of squared gradients")
+    adam_eps: float = option(1e-8, "added to the root of the mean square")
+    clip_grad: float = option(1.0, "largest global L2 norm of the gradient; 0 = no clipping")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate, step by step."""
+
+    lr: float = option(1.5e-4, "learning rate at the end of the warm-up")
+    min_lr: float = option(1e-5, "floor of the decay")
+    lr_decay_style: Literal["cosine", "cosine-interp", "linear", "constant"] = option(
+        "cosine", "cosine decays towards 0 and stops at the floor, cosine-interp decays to the floor"
+    )
+    lr_warmup_iters: int = option(0, "steps of linear warm-up from 0")
+    lr_decay_iters: int = option(None, "step, counted from the start, at which the decay ends", derived="--train-iters")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text is read, in which order."""
+
+    data_path: tuple[str, ...] = option(
+        (), "data sets by prefix (of .bin and .idx): PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (), "data sets for validation, written likewise; then --split is not used"
+    )
+    split: str = option("29,1", "parts of the documents for training, validation and, if a third is given, neither")
+    split_seed: int = option(1234, "seed of the random assignment of documents to parts")
+    num_shards: int = option(5, "shards that training documents are shuffled within; their order is shuffled as well")
+    seq_length: int = option(1024, "tokens per sample")
+    tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer"] | None = option(
+        None, "kind of tokenizer", aliases=("--tokenizer",), derived="from which tokenizer files are given"
+    )
+    vocab_file: str | None = option(None, "vocab.json of GPT2BPETokenizer")
+    merge_file: str | None = option(None, "merges.txt of GPT2BPETokenizer")
+    tokenizer_model: str | None = option(None, "tokenizer.json of HuggingFaceTokenizer")
+    eod_mask_loss: bool = option(False, "leave out of the loss what is predicted from an end-of-document token")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop: batches, steps, precision, device."""
+
+    micro_batch_size: int = option(8, "samples per data-parallel rank and forward pass")
+    global_batch_size: int = option(
+        None, "samples per step, all ranks together", derived="--micro-batch-size x data-parallel size"
+    )
+    train_iters: int = required("steps of the whole run, resumed parts included")
+    eval_interval: int = option(1000, "steps from one validation to the next")
+    eval_iters: int = option(100, "global batches per validation")
+    exit_interval: int | None = option(None, "save and exit whenever the step is a multiple of this")
+    seed: int = option(1234, "seed of initial weights, dropout and sample order")
+    params_dtype: Literal["float32", "float64"] = option("float32", "type of parameters and optimizer state")
+    fp16: bool = option(False, "compute in float16, with float32 master weights and loss scaling")
+    bf16: bool = option(False, "compute in bfloat16, with float32 master weights")
+    loss_scale: float | None = option(None, "constant loss scale of --fp16", derived="dynamic")
+    initial_loss_scale: float = option(2.0**32, "dynamic loss scale of --fp16 at the first step")
+    loss_scale_window: int = option(1000, "steps without overflow after which the loss scale doubles")
+    hysteresis: int = option(2, "overflows before the loss scale is halved")
+    min_loss_scale: float = option(1.0, "floor of the dynamic loss scale")
+    recompute_granularity: Literal["none", "full"] = option(
+        "none",
+        "activations recomputed in the backward pass; full keeps only the input of each layer",
+        shorthands={"--checkpoint-activations": "full"},
+    )
+    label_smoothing: float = option(0.0, "probability spread evenly over the vocabulary in the training loss")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto is cuda if there is one")
+    tune_malloc: bool = option(True, "let glibc keep freed memory, which makes steps on the cpu faster")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept of the run and where it starts from."""
+
+    save: str | None = option(None, "run directory: configuration, metrics, checkpoints; nothing is kept without it")
+    load: str | None = option(None, "run directory (its newest checkpoint) or one checkpoint to start from")
+    save_interval: int | None = option(None, "steps from one checkpoint to the next", derived="only at the end")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What the run tells."""
+
+    log_interval: int = option(10, "steps from one logged record to the next")
+    tensorboard: bool = option(True, "write TensorBoard events into the run directory")
+    progress_bar: bool | None = option(None, "show a progress bar", derived="when stderr is a terminal")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run is told, by section."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of one section, as the command line, the documentation and the error messages need it.
+
+    kind: "int", "float", "bool", "str" or "list" (of strings). choices: the only values allowed, empty for any.
+    optional: whether None is a value of the resolved option, not just a gap that is filled in.
+    """
+
+    section: str
+    name: str
+    kind: str
+    default: Any
+    optional: bool
+    choices: tuple[str, ...]
+    help: str
+    flag: str
+    aliases: tuple[str, ...]
+    shorthands: dict[str, str]
+    derived: str | None
+    required: bool
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The section and the name."""
+        return (self.section, self.name)
+
+
+def options() -> Iterator[Option]:
+    """Yield every option in the order of the schema."""
+    for section, section_type in get_type_hints(RunConfig).items():
+        hints = get_type_hints(section_type)
+        for description in fields(section_type):
+            yield _as_option(section, description, hints[description.name])
+
+
+def _as_option(section: str, description: "Field[Any]", hint: Any) -> Option:
+    assert description.default is not MISSING, f"{section}.{description.name} has no default"
+    alternatives = [hint] if get_origin(hint) in (None, Literal, tuple) else list(get_args(hint))
+    optional = type(None) in alternatives
+    (value_type,) = (alternative for alternative in alternatives if alternative is not type(None))
+    choices = tuple(get_args(value_type)) if get_origin(value_type) is Literal else ()
+    kind = "str" if choices else "list" if get_origin(value_type) is tuple else value_type.__name__
+    settings = dict(description.metadata)
+    settings["flag"] = settings["flag"] or "--" + description.name.replace("_", "-")
+    return Option(
+        section=section,
+        name=description.name,
+        kind=kind,
+        default=description.default,
+        optional=optional,
+        choices=choices,
+        **settings,
+    )
