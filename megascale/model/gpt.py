@@ -1,0 +1,143 @@
+"""GPT-2: a pre-norm transformer decoder with learned positions and a head tied to the word embedding.
+
+Radford et al. 2019; Shoeybi et al. 2019, section 3 for how it is split. The model is told its axis and its random streams and
+knows nothing of the trainer, nor of data parallelism.
+
+Legend: s sequence, b batch, h hidden, v padded vocabulary, t tensor-parallel ranks, L layers.
+
+Communication over the tensor axis per forward and backward pass: 4L + 2 all-reduces of s*b*h elements (6L + 2 with
+recomputation), and 3 scalars per token in the loss.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megascale.config.accounting import padded_vocab_size
+from megascale.config.schema import ModelConfig
+from megascale.model.attention import CausalSelfAttention
+from megascale.model.block import TransformerBlock
+from megascale.model.mlp import MLP
+from megascale.parallel.collectives import copy_to_ranks
+from megascale.parallel.context import Axis
+from megascale.parallel.cross_entropy import VocabularySlice, linear_cross_entropy, vocab_parallel_cross_entropy
+from megascale.parallel.layers import LayerNorm, PositionEmbedding, VocabParallelEmbedding
+from megascale.parallel.random import RandomStreams
+from megascale.parallel.recompute import recompute
+
+
+class GPT(nn.Module):
+    """A GPT language model over one tensor axis.
+
+    Args:
+        config: The model section of a resolved configuration (sizes set, vocabulary known).
+        axis: The tensor axis.
+        streams: The dropout streams of this rank.
+        dtype, device: Of the parameters. They are left uninitialised: see `parallel.sharding.initialise`.
+        recompute_blocks: Whether each block's activations are recomputed in the backward pass.
+        label_smoothing: Weight of the uniform distribution in the training target.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        axis: Axis,
+        streams: RandomStreams,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        recompute_blocks: bool = False,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        device = device or torch.device("cpu")
+        assert config.num_layers and config.hidden_size and config.num_attention_heads, "the configuration is resolved"
+        assert config.vocab_size and config.ffn_hidden_size and config.max_position_embeddings, "and complete"
+        self.config = config
+        self.axis = axis
+        self.streams = streams
+        self.recompute_blocks = recompute_blocks
+        self.label_smoothing = label_smoothing
+        h, std = config.hidden_size, config.init_method_std
+        # Weights that write into the residual stream start smaller by sqrt(2L) (Radford et al. 2019, section 2.3).
+        output_std = std / math.sqrt(2.0 * config.num_layers)
+        num_rows = padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by)
+        self.word_embedding = VocabParallelEmbedding(num_rows, h, axis, std, dtype, device)
+        self.position_embedding = PositionEmbedding(config.max_position_embeddings, h, axis, std, dtype, device)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                LayerNorm(h, axis, config.layernorm_epsilon, dtype, device),
+                CausalSelfAttention(
+                    h,
+                    config.num_attention_heads,
+                    config.attention_dropout,
+                    std,
+                    output_std,
+                    axis,
+                    streams,
+                    dtype,
+                    device,
+                ),
+                LayerNorm(h, axis, config.layernorm_epsilon, dtype, device),
+                MLP(h, config.ffn_hidden_size, std, output_std, axis, dtype, device),
+                config.hidden_dropout,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.final_norm = LayerNorm(h, axis, config.layernorm_epsilon, dtype, device)
+        self.vocabulary = VocabularySlice(axis, config.vocab_size, num_rows // axis.size)
+
+    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the final normed states. tokens [b, s] replicated -> [s, b, h] replicated.
+
+        Raises:
+            ValueError: The sequence is longer than the learned positions.
+        """
+        num_positions = tokens.shape[1]
+        if num_positions > self.position_embedding.weight.shape[0]:
+            raise ValueError(
+                f"a sequence of {num_positions} tokens, but --max-position-embeddings is "
+                f"{self.position_embedding.weight.shape[0]}"
+            )
+        x = self.word_embedding(tokens.t()) + self.position_embedding(num_positions)
+        x = F.dropout(x, self.config.hidden_dropout, self.training)
+        for block in self.blocks:
+            if self.recompute_blocks and torch.is_grad_enabled():
+                x = recompute(block, x, self.streams)
+            else:
+                x = block(x)
+        return self.final_norm(x)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the logits. tokens [b, s] replicated -> [b, s, v/t] split on the last dim.
+
+        The last columns of the last rank are padding (see `self.vocabulary`); their values mean nothing.
+        """
+        x = copy_to_ranks(self.hidden_states(tokens), self.axis)
+        return F.linear(x, self.word_embedding.weight).transpose(0, 1)
+
+    def token_losses(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return each position's loss in nats, without label smoothing. tokens, targets [b, s] -> [b, s] replicated."""
+        return vocab_parallel_cross_entropy(self.logits(tokens), targets, self.vocabulary)
+
+    def forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor, loss_weights: torch.Tensor, gradient_scale: float = 1.0
+    ) -> torch.Tensor:
+        """Return the weighted sum of the positions' losses, scalar float64, replicated over the tensor axis.
+
+        tokens, targets, loss_weights [b, s] replicated; see `linear_cross_entropy` for `gradient_scale`. Label smoothing
+        applies in training mode only.
+        """
+        x = copy_to_ranks(self.hidden_states(tokens), self.axis)
+        return linear_cross_entropy(
+            x.reshape(-1, x.shape[-1]),
+            self.word_embedding.weight,
+            targets.t().reshape(-1),
+            loss_weights.t().reshape(-1),
+            self.vocabulary,
+            self.label_smoothing if self.training else 0.0,
+            gradient_scale,
+        )
