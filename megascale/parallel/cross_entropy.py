@@ -144,8 +144,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocabulary: VocabularySlice,
         label_smoothing: float,
         gradient_scale: float,
+        wants_gradient: bool,
     ) -> torch.Tensor:
-        wants_gradient = any(ctx.needs_input_grad)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if wants_gradient else None
         # Sums over chunks are kept in float32 for half-precision weights.
@@ -174,7 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         factor = (gradients[0] / ctx.gradient_scale).to(hidden_gradient.dtype)
-        return hidden_gradient * factor, weight_gradient * factor, None, None, None, None, None
+        return hidden_gradient * factor, weight_gradient * factor, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -199,8 +199,10 @@ def linear_cross_entropy(
             token count). Gradients are computed with it in float32 before they are rounded to the weight's dtype, so that
             small ones survive in float16. Any other factor still gives the right gradient.
     """
+    # Asked here: inside an autograd function gradients are always off, and `needs_input_grad` does not know of `no_grad`.
+    wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(
-        hidden, weight, targets, token_weights, vocabulary, label_smoothing, gradient_scale
+        hidden, weight, targets, token_weights, vocabulary, label_smoothing, gradient_scale, wants_gradient
     )
 
 
