@@ -71,7 +71,7 @@ def flops_per_iteration(config: RunConfig, recompute: bool | None = None) -> int
     Counted are the matrix products: per token and layer 8h^2 + 4hf for the linear layers and 4sh for attention (not
     halved for causality), and 2hV for the logits. The backward pass costs twice the forward pass, and recomputation
     (None: as configured) one more forward pass of the layers. With f = 4h and recomputation this equals
-    96 B s L h^2 (1 + s/(6h) + V/(16 L h)) of Narayanan et al. 2021 (arXiv:2104.04473), equation 3.
+    96 B s L h^2 (1 + s/(6h) + V/(16 L h)) of Narayanan et al. 2021 (arXiv:2104.04473).
     """
     model, seq_length = config.model, config.data.seq_length
     recompute = config.train.recompute_granularity == "full" if recompute is None else recompute

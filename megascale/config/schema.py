@@ -30,6 +30,7 @@ def option(
     flag: str | None = None,
     aliases: tuple[str, ...] = (),
     shorthands: dict[str, str] | None = None,
+    metavar: str | None = None,
     derived: str | None = None,
     required: bool = False,
 ) -> Any:
@@ -37,13 +38,15 @@ def option(
 
     flag: its flag, where that is not the field's name with dashes. aliases: other spellings of the flag.
     shorthands: flags without a value that stand for one value of this option.
-    derived: what the value is when none is given. required: there is no such value.
+    metavar: what its value is called in --help. derived: what the value is when none is given.
+    required: there is no such value.
     """
     metadata = {
         "help": help,
         "flag": flag,
         "aliases": aliases,
         "shorthands": shorthands or {},
+        "metavar": metavar,
         "derived": derived,
         "required": required,
     }
@@ -60,7 +63,11 @@ class ModelConfig:
     """The network: a GPT-2 decoder."""
 
     preset: str | None = option(
-        None, "named model and recipe that fills in what is not given", flag="--model", aliases=("--preset",)
+        None,
+        "named model and recipe that fills in what is not given",
+        flag="--model",
+        aliases=("--preset",),
+        metavar="PRESET",
     )
     num_layers: int = required("transformer layers")
     hidden_size: int = required("width of the residual stream")
@@ -126,21 +133,23 @@ class DataConfig:
     """Which text is read, in which order."""
 
     data_path: tuple[str, ...] = option(
-        (), "data sets by prefix (of .bin and .idx): PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."
+        (), "data sets by prefix (of .bin and .idx): PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...", metavar="ITEM"
     )
     valid_data_path: tuple[str, ...] = option(
         (), "data sets for validation, written likewise; then --split is not used"
     )
-    split: str = option("29,1", "parts of the documents for training, validation and, if a third is given, neither")
+    split: str = option(
+        "29,1", "parts of the documents for training, validation and, if a third is given, neither", metavar="RATIOS"
+    )
     split_seed: int = option(1234, "seed of the random assignment of documents to parts")
     num_shards: int = option(5, "shards that training documents are shuffled within; their order is shuffled as well")
     seq_length: int = option(1024, "tokens per sample")
     tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer"] | None = option(
         None, "kind of tokenizer", aliases=("--tokenizer",), derived="from which tokenizer files are given"
     )
-    vocab_file: str | None = option(None, "vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = option(None, "merges.txt of GPT2BPETokenizer")
-    tokenizer_model: str | None = option(None, "tokenizer.json of HuggingFaceTokenizer")
+    vocab_file: str | None = option(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
+    merge_file: str | None = option(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
+    tokenizer_model: str | None = option(None, "tokenizer.json of HuggingFaceTokenizer", metavar="FILE")
     eod_mask_loss: bool = option(False, "leave out of the loss what is predicted from an end-of-document token")
 
 
@@ -179,8 +188,12 @@ class TrainConfig:
 class CheckpointConfig:
     """What is kept of the run and where it starts from."""
 
-    save: str | None = option(None, "run directory: configuration, metrics, checkpoints; nothing is kept without it")
-    load: str | None = option(None, "run directory (its newest checkpoint) or one checkpoint to start from")
+    save: str | None = option(
+        None, "run directory: configuration, metrics, checkpoints; nothing is kept without it", metavar="DIRECTORY"
+    )
+    load: str | None = option(
+        None, "run directory (its newest checkpoint) or one checkpoint to start from", metavar="DIRECTORY"
+    )
     save_interval: int | None = option(None, "steps from one checkpoint to the next", derived="only at the end")
 
 
@@ -225,6 +238,7 @@ class Option:
     flag: str
     aliases: tuple[str, ...]
     shorthands: dict[str, str]
+    metavar: str | None
     derived: str | None
     required: bool
 
@@ -250,6 +264,8 @@ def _as_option(section: str, description: "Field[Any]", hint: Any) -> Option:
     choices = tuple(get_args(value_type)) if get_origin(value_type) is Literal else ()
     kind = "str" if choices else "list" if get_origin(value_type) is tuple else value_type.__name__
     settings = dict(description.metadata)
+    if settings["metavar"] is None and kind != "bool":
+        settings["metavar"] = "{" + ",".join(choices) + "}" if choices else {"int": "N", "float": "X"}.get(kind, "TEXT")
     settings["flag"] = settings["flag"] or "--" + description.name.replace("_", "-")
     return Option(
         section=section,

@@ -5,6 +5,7 @@ with their names and types is reported together.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -15,9 +16,20 @@ from pydantic import TypeAdapter, ValidationError
 from megascale.config.schema import Option, RunConfig, options
 from megascale.utils.errors import UserError
 
-__all__ = ["from_dict", "from_yaml", "nearest_match", "numbered", "read_yaml", "to_dict", "to_yaml", "validate"]
+__all__ = [
+    "Key",
+    "from_dict",
+    "from_yaml",
+    "known_values",
+    "nearest_match",
+    "numbered",
+    "read_yaml",
+    "to_dict",
+    "to_yaml",
+    "validate",
+]
 
-Sections = dict[str, dict[str, Any]]
+Key = tuple[str, str]  # section and field
 
 _KINDS = {
     "int": "a whole number",
@@ -28,7 +40,7 @@ _KINDS = {
 }
 
 
-def to_dict(config: RunConfig) -> Sections:
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the configuration by section and field, in values that JSON and YAML can hold."""
     return {
         section: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -44,16 +56,18 @@ def from_dict(values: Mapping[str, Any], source: str = "configuration") -> RunCo
     Raises:
         UserError: unknown sections or fields, or values of a wrong type; all of them in one message.
     """
-    problems = unknown_names(values, source)
-    if problems:
-        raise UserError(numbered(problems))
-    sections = {section: dict(fields or {}) for section, fields in values.items()}
-    return validate(sections, lambda option: f"{source}: {option.section}.{option.name}")
+    known, problems = known_values(values, source)
+    config, type_problems = validate(known, lambda option: f"{source}: {option.section}.{option.name}")
+    if problems or type_problems:
+        raise UserError(numbered(problems + type_problems))
+    return config
 
 
 def to_yaml(config: RunConfig) -> str:
     """Return the configuration as YAML, every field written out, so that the text does not depend on any default."""
-    return str(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120))
+    return str(
+        yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+    )
 
 
 def from_yaml(text: str, source: str = "configuration") -> RunConfig:
@@ -61,46 +75,44 @@ def from_yaml(text: str, source: str = "configuration") -> RunConfig:
     return from_dict(read_yaml(text, source), source)
 
 
-def validate(sections: Sections, name_of: Callable[[Option], str]) -> RunConfig:
-    """Turn strings and plain values into a typed configuration.
+def validate(values: Mapping[Key, Any], name_of: Callable[[Option], str]) -> tuple[RunConfig, list[str]]:
+    """Turn strings and plain values into a typed configuration, and tell what is wrong with their types.
 
-    sections: values by section and field; only names that exist. name_of: how the user gave an option, for messages.
+    values: by section and field; only names that exist. name_of: how the user gave an option, for the messages.
 
-    Raises:
-        UserError: values of a wrong type or outside of the choices, all of them in one message.
+    Returns the configuration and the problems, one sentence each; where there are any, the fields concerned have their
+    defaults.
     """
     by_key = {option.key: option for option in options()}
-    problems: list[str] = []
-    prepared: Sections = {}
-    for section, given in sections.items():
-        prepared[section] = {}
-        for name, value in given.items():
-            option = by_key[(section, name)]
-            if value is None and option.default is None:
-                continue  # as if not given
-            if option.kind != "bool" and (isinstance(value, bool) or value is None):
-                problems.append(_type_problem(option, name_of(option), value))
-            else:
-                prepared[section][name] = _as_list(value) if option.kind == "list" else value
+    problems: dict[Key, str] = {}
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        option = by_key[key]
+        if value is None and option.default is None:
+            continue  # as if not given
+        if value is None or (isinstance(value, bool) and option.kind != "bool"):
+            problems[key] = _type_problem(option, name_of(option), value)  # pydantic would read `lr: yes` as 1.0
+        else:
+            sections.setdefault(key[0], {})[key[1]] = _as_list(value) if option.kind == "list" else value
+    adapter = TypeAdapter(RunConfig)
     try:
-        config = TypeAdapter(RunConfig).validate_python(prepared)
+        config = adapter.validate_python(sections)
     except ValidationError as error:
-        keys = dict.fromkeys((str(detail["loc"][0]), str(detail["loc"][1])) for detail in error.errors())
-        for key in keys:
-            problems.append(_type_problem(by_key[key], name_of(by_key[key]), prepared[key[0]][key[1]]))
-        config = None
-    if config is None or problems:
-        raise UserError(numbered(problems))
-    return config
+        for section, name in dict.fromkeys((str(item["loc"][0]), str(item["loc"][1])) for item in error.errors()):
+            option = by_key[(section, name)]
+            problems[option.key] = _type_problem(option, name_of(option), sections[section].pop(name))
+        config = adapter.validate_python(sections)
+    return config, [problems[key] for key in by_key if key in problems]
 
 
-def unknown_names(values: Any, source: str) -> list[str]:
-    """Return what is wrong with the sections and field names of `values`, one sentence each."""
+def known_values(values: Any, source: str) -> tuple[dict[Key, Any], list[str]]:
+    """Return the values whose section and name exist, and what is wrong with the others, one sentence each."""
     if not isinstance(values, Mapping):
-        return [f"{source}: expected sections such as `model:`, found {type(values).__name__} {values!r}."]
+        return {}, [f"{source}: expected sections such as `model:`, found {type(values).__name__} {values!r}."]
     names: dict[str, list[str]] = {}
     for option in options():
         names.setdefault(option.section, []).append(option.name)
+    known: dict[Key, Any] = {}
     problems = []
     for section, fields in values.items():
         if section not in names:
@@ -108,15 +120,19 @@ def unknown_names(values: Any, source: str) -> list[str]:
         elif fields is not None and not isinstance(fields, Mapping):
             problems.append(f"{source}: section `{section}` must hold `name: value` lines, found {fields!r}.")
         else:
-            unknown = [str(name) for name in fields or {} if name not in names[section]]
-            problems.extend(f"{source}: {_unknown_field(section, name, names)}" for name in unknown)
-    return problems
+            for name, value in (fields or {}).items():
+                if name in names[section]:
+                    known[(section, name)] = value
+                else:
+                    problems.append(f"{source}: {_unknown_field(section, str(name), names)}")
+    return known, problems
 
 
 def _unknown_section(section: str, names: dict[str, list[str]]) -> str:
     homes = [home for home, fields in names.items() if section.replace("-", "_") in fields]
     if homes:
-        return f"`{section}` is not a section; it is a field: write it as `{section.replace('-', '_')}` under `{homes[0]}:`."
+        name = section.replace("-", "_")
+        return f"`{section}` is not a section but a field: write it as `{name}` under `{homes[0]}:`."
     return f"unknown section `{section}`.{nearest_match(section, names)} The sections are {', '.join(names)}."
 
 
@@ -131,8 +147,15 @@ def _unknown_field(section: str, name: str, names: dict[str, list[str]]) -> str:
 
 def nearest_match(name: str, candidates: Iterable[str]) -> str:
     """Return " Did you mean X?", or "" when no candidate resembles `name`."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    names = list(candidates)
+    # --num-heads looks most like --num-shards, but only --num-attention-heads has both of its words.
+    with_all_words = [candidate for candidate in names if _words(name) <= _words(candidate)]
+    matches = with_all_words if len(with_all_words) == 1 else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean {matches[0]}?" if matches else ""
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[-_.]", name.strip("-")))
 
 
 def numbered(problems: list[str]) -> str:
@@ -154,9 +177,7 @@ def _as_list(value: Any) -> Any:
 def _type_problem(option: Option, name: str, value: Any) -> str:
     shown = "null" if value is None else repr(value)
     if option.choices:
-        choices = ", ".join(option.choices)
-        match = nearest_match(str(value), option.choices)
-        return f"{name} {shown} is not one of the choices {choices}.{match}"
+        return f"{name} {shown} is not one of {', '.join(option.choices)}."
     return f"{name} {shown} is not {_KINDS[option.kind]}."
 
 

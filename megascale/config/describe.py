@@ -1,0 +1,80 @@
+"""What a run would be, as text for people: --dry-run prints it."""
+
+from megascale.config.accounting import (
+    flops_per_iteration,
+    num_micro_batches,
+    num_parameters,
+    num_parameters_per_rank,
+    padded_vocab_size,
+    tokens_per_iteration,
+    tokens_per_run,
+)
+from megascale.config.layout import ParallelLayout
+from megascale.config.resolution import resolve
+from megascale.config.schema import RunConfig
+
+__all__ = ["describe_run"]
+
+
+def describe_run(config: RunConfig, world_size: int) -> str:
+    """Return the sizes of a run on `world_size` processes and who would sit where.
+
+    Raises:
+        UserError: a rule is broken, or the size of the vocabulary is not known.
+    """
+    config = resolve(config, world_size)
+    layout = ParallelLayout.of_world(world_size, config.parallel.tensor_model_parallel_size)
+    lines = [("model", _model(config)), ("parameters", _parameters(config, layout)), ("layout", _layout(layout))]
+    lines += [("batch", _batch(config, layout)), ("tokens", _tokens(config)), ("FLOPs", _flops(config, layout))]
+    text = "\n".join(f"{title:<12}{content}" for title, content in lines)
+    return f"{text}\n\nrank map (tp: position in the model, dp: replica)\n{layout.rank_table()}"
+
+
+def _model(config: RunConfig) -> str:
+    model = config.model
+    padded = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by)
+    name = f"{model.preset}: " if model.preset else ""
+    return (
+        f"{name}{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads of "
+        f"{model.hidden_size // model.num_attention_heads}, MLP {model.ffn_hidden_size}, "
+        f"{model.max_position_embeddings} positions, vocabulary {model.vocab_size:,} padded to {padded:,}"
+    )
+
+
+def _parameters(config: RunConfig, layout: ParallelLayout) -> str:
+    total, per_rank = num_parameters(config), num_parameters_per_rank(config)
+    return f"{total:,} in total ({_scaled(total)}), {per_rank:,} per rank ({_scaled(per_rank)}) at tp={layout.tp}"
+
+
+def _layout(layout: ParallelLayout) -> str:
+    return f"{layout.world_size} ranks = {layout.dp} data-parallel replicas of {layout.tp} tensor-parallel ranks each"
+
+
+def _batch(config: RunConfig, layout: ParallelLayout) -> str:
+    train = config.train
+    return (
+        f"{train.global_batch_size} samples of {config.data.seq_length} tokens per step = {layout.dp} replicas x "
+        f"{num_micro_batches(config, layout.dp)} micro-batches of {train.micro_batch_size}"
+    )
+
+
+def _tokens(config: RunConfig) -> str:
+    total = tokens_per_run(config)
+    steps = config.train.train_iters
+    return f"{tokens_per_iteration(config):,} per step, {total:,} ({_scaled(total)}) in {steps:,} steps"
+
+
+def _flops(config: RunConfig, layout: ParallelLayout) -> str:
+    per_step = flops_per_iteration(config)
+    recompute = "with" if config.train.recompute_granularity == "full" else "without"
+    return (
+        f"{per_step:.4g} per step {recompute} recomputation, {per_step / layout.world_size:.4g} of them per rank; "
+        f"{per_step * config.train.train_iters:.4g} in the run"
+    )
+
+
+def _scaled(count: int) -> str:
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return str(count)

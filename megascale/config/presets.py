@@ -1,0 +1,64 @@
+"""Models by name: their shape and the recipe they were trained with. A file or a flag overrides any of it.
+
+A preset says nothing about precision, recomputation or the micro-batch: these suit a machine, not a model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["PRESETS"]
+
+Preset = Mapping[str, Mapping[str, Any]]
+
+_GPT2_VOCABULARY = 50257
+
+# Shoeybi et al. 2019 (arXiv:1909.08053), section 4.2: batch 512, sequences of 1024 tokens, 300k iterations, learning
+# rate 1.5e-4 with 3,000 iterations of warm-up, cosine decay to 1e-5, clipping at 1.0, weight decay 0.01, dropout 0.1.
+_RECIPE_OPTIMIZER = {"weight_decay": 0.01, "clip_grad": 1.0}
+_RECIPE_SCHEDULE = {"lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "lr_warmup_iters": 3000}
+_RECIPE_TRAIN = {"global_batch_size": 512, "train_iters": 300_000, "eval_interval": 1000, "eval_iters": 100}
+
+
+def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int, tp: int = 1) -> Preset:
+    return {
+        "model": {
+            "num_layers": num_layers,
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_attention_heads,
+            "max_position_embeddings": 1024,
+            "vocab_size": _GPT2_VOCABULARY,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+        },
+        "parallel": {"tensor_model_parallel_size": tp},
+        "optimizer": _RECIPE_OPTIMIZER,
+        "schedule": _RECIPE_SCHEDULE,
+        "data": {"seq_length": 1024},
+        "train": _RECIPE_TRAIN,
+    }
+
+
+PRESETS: Mapping[str, Preset] = {
+    # Minutes on a laptop; its own choice of everything, and whatever vocabulary the tokenizer has.
+    "gpt2-tiny": {
+        "model": {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4},
+        "schedule": {"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_iters": 20},
+        "data": {"seq_length": 128},
+        "train": {
+            "micro_batch_size": 8,
+            "global_batch_size": 16,
+            "train_iters": 300,
+            "eval_interval": 100,
+            "eval_iters": 10,
+        },
+    },
+    # Radford et al. 2019, the smallest GPT-2, with the recipe of the others.
+    "gpt2-124m": _gpt2(12, 768, 12),
+    # Shoeybi et al. 2019, table 4 (355M, 2.5B, 8.3B as trained) and table 1 (1.2B, 4.2B and the tensor-parallel sizes).
+    "megatron-355m": _gpt2(24, 1024, 16),
+    "megatron-1.2b": _gpt2(40, 1536, 16, tp=1),
+    "megatron-2.5b": _gpt2(54, 1920, 20, tp=2),
+    "megatron-4.2b": _gpt2(64, 2304, 24, tp=4),
+    # 24 heads as trained (table 4); the scaling study of table 1 ran the same model with 32.
+    "megatron-8.3b": _gpt2(72, 3072, 24, tp=8),
+}
