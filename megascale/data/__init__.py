@@ -1,0 +1,1 @@
+"""Tokens to samples, with NumPy alone: tokenizer, indexed files, sample order, blending, batches."""
