@@ -163,7 +163,8 @@ def from_text(text: bytes, path: Path, record_type: type[RecordType]) -> RecordT
             "or damaged after it was written"
         )
     try:
-        return TypeAdapter(record_type).validate_json(canonical)
+        # From text again: only of JSON does a strict check accept an array where the record has a tuple.
+        return TypeAdapter(record_type).validate_json(json.dumps(document))
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         raise UserError(f"{path} has not the structure of a checkpoint file: {summary(problems)}") from None
