@@ -19,8 +19,8 @@ from megascale.parallel.random import RandomStreams
 class CausalSelfAttention(nn.Module):
     """x [s, b, h] replicated -> [s, b, h] replicated; inside, each rank computes a/t whole heads on its own.
 
-    The fused projection's rows are laid out [a, 3, d], so that a rank's contiguous slice is whole heads (query, key and value)
-    at any t. Communication: f before the projection and g after the output, one all-reduce each way.
+    The fused projection's rows are laid out [a, 3, d], so that a rank's contiguous slice is whole heads (query, key and
+    value) at any t. Communication: f before the projection and g after the output, one all-reduce each way.
 
     Args:
         dropout: Probability of dropping an attention weight, drawn from the rank's own stream.

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class TransformerBlock(nn.Module):
-    """x [s, b, h] -> x + dropout(attention(norm(x))), then + dropout(mlp(norm(..))); all replicated over the tensor axis.
+    """x [s, b, h] -> x + dropout(attention(norm(x))), then + dropout(mlp(norm(..))); all replicated over tp.
 
     Both dropouts lie outside the tensor-parallel regions and draw from the shared stream (torch's default generator).
 

@@ -1,7 +1,7 @@
 """GPT-2: a pre-norm transformer decoder with learned positions and a head tied to the word embedding.
 
-Radford et al. 2019; Shoeybi et al. 2019, section 3 for how it is split. The model is told its axis and its random streams and
-knows nothing of the trainer, nor of data parallelism.
+Radford et al. 2019; Shoeybi et al. 2019, section 3 for how it is split. The model is told its axis and its random
+streams and knows nothing of the trainer, nor of data parallelism.
 
 Legend: s sequence, b batch, h hidden, v padded vocabulary, t tensor-parallel ranks, L layers.
 
@@ -54,8 +54,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         device = device or torch.device("cpu")
-        assert config.num_layers and config.hidden_size and config.num_attention_heads, "the configuration is resolved"
-        assert config.vocab_size and config.ffn_hidden_size and config.max_position_embeddings, "and complete"
+        sizes = (config.ffn_hidden_size, config.max_position_embeddings, config.vocab_size)
+        assert None not in sizes, "the configuration is resolved"
         self.config = config
         self.axis = axis
         self.streams = streams
@@ -104,11 +104,9 @@ class GPT(nn.Module):
             )
         x = self.word_embedding(tokens.t()) + self.position_embedding(num_positions)
         x = F.dropout(x, self.config.hidden_dropout, self.training)
+        recomputes = self.recompute_blocks and torch.is_grad_enabled()
         for block in self.blocks:
-            if self.recompute_blocks and torch.is_grad_enabled():
-                x = recompute(block, x, self.streams)
-            else:
-                x = block(x)
+            x = recompute(block, x, self.streams) if recomputes else block(x)
         return self.final_norm(x)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -128,8 +126,8 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Return the weighted sum of the positions' losses, scalar float64, replicated over the tensor axis.
 
-        tokens, targets, loss_weights [b, s] replicated; see `linear_cross_entropy` for `gradient_scale`. Label smoothing
-        applies in training mode only.
+        tokens, targets, loss_weights [b, s] replicated; see `linear_cross_entropy` for `gradient_scale`. Label
+        smoothing applies in training mode only.
         """
         x = copy_to_ranks(self.hidden_states(tokens), self.axis)
         return linear_cross_entropy(

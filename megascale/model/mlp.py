@@ -1,4 +1,4 @@
-"""The feed-forward block with its inner features split over the tensor axis (Shoeybi et al. 2019, section 3, figure 2a)."""
+"""The feed-forward block, its inner features split over the tensor axis (Shoeybi et al. 2019, section 3, figure 2a)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megascale.parallel.layers import ColumnParallelLinear, RowParallelLinear
 class MLP(nn.Module):
     """x [s, b, h] replicated -> [s, b, h] replicated, by h -> ffn, GeLU, ffn -> h.
 
-    The first GEMM is split by columns, so that GeLU, which is not linear, sees whole sums; the second by rows. Communication:
-    f before, g after, one all-reduce each way. GeLU is the tanh approximation that GPT-2 was trained with.
+    The first GEMM is split by columns, so that GeLU, which is not linear, sees whole sums; the second by rows.
+    Communication: f before, g after, one all-reduce each way. GeLU is the tanh approximation that GPT-2 was trained
+    with.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019) over the model's parameters: torch's fused kernel, with the paper's decay groups."""
+"""AdamW (Loshchilov and Hutter 2019) over the model's parameters: torch's fused kernel and the paper's decay groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def build_adamw(weights: list[torch.Tensor], decays: list[bool], config: Optimiz
     """
     optimizer = torch.optim.AdamW(
         [
-            {"params": [w for w, decay in zip(weights, decays, strict=True) if decay], "weight_decay": config.weight_decay},
+            {
+                "params": [w for w, decay in zip(weights, decays, strict=True) if decay],
+                "weight_decay": config.weight_decay,
+            },
             {"params": [w for w, decay in zip(weights, decays, strict=True) if not decay], "weight_decay": 0.0},
         ],
         betas=(config.adam_beta1, config.adam_beta2),

@@ -108,9 +108,9 @@ class ModelOptimizer:
         return StepResult(norm, lr, skipped=False)
 
     def tensors(self) -> list[tuple[str, torch.Tensor, DeclaredParameter]]:
-        """Return what a checkpoint holds: the weights (float32 masters in half precision) and both Adam moments, by logical name.
+        """Return what a checkpoint holds, by logical name: the weights and both Adam moments.
 
-        After writing into the tensors, call `loaded`.
+        In half precision the weights are the float32 masters. After writing into the tensors, call `loaded`.
         """
         found = []
         for d, weight in zip(self.declared, self.weights, strict=True):

@@ -1,7 +1,7 @@
 """Flat gradients: one buffer that autograd writes into, reduced over data-parallel ranks in one collective.
 
-Parameters are laid out with those split over the tensor axis first and the replicated ones after, so that each kind is one
-contiguous stretch: the gradient norm needs two passes, whatever the number of parameters.
+Parameters are laid out with those split over the tensor axis first and the replicated ones after, so that each kind is
+one contiguous stretch: the gradient norm needs two passes, whatever the number of parameters.
 """
 
 from __future__ import annotations
@@ -61,12 +61,20 @@ class GradientBuffer(FlatBuffer):
 def global_norm(gradients: GradientBuffer, tp: Axis) -> float:
     """Return the 2-norm of the whole model's gradient, the same on every tensor-parallel rank.
 
-    Split parameters count on every rank, replicated ones once, on tensor-parallel rank 0. It is inf or nan on all ranks if any
-    gradient on any of them is. Synchronises with the device.
+    Split parameters count on every rank, replicated ones once, on tensor-parallel rank 0. It is inf or nan on all ranks
+    if any gradient on any of them is. Synchronises with the device.
     """
-    wide = torch.float64 if gradients.flat.dtype == torch.float64 else torch.float32
-    square = torch.linalg.vector_norm(gradients.split, dtype=wide).double().square()
-    if tp.rank == 0:
-        square += torch.linalg.vector_norm(gradients.replicated, dtype=wide).double().square()
+    # The other ranks' replicated gradients are read as well: 0 * inf is nan, so that no overflow goes unseen.
+    counted = 1.0 if tp.rank == 0 else 0.0
+    square = _squared_norm(gradients.split) + counted * _squared_norm(gradients.replicated)
     tp.all_reduce_(square)
     return square.sqrt().item()
+
+
+def _squared_norm(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a stretch of a flat buffer, float64 scalar.
+
+    By short rows, and those in float64: one float32 sum over 10^8 elements is 4% short on a CPU.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(x.view(-1, _ALIGNMENT), dim=-1, dtype=wide).double().square().sum()

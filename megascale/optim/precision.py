@@ -15,8 +15,8 @@ from megascale.parallel.sharding import DeclaredParameter
 class MasterWeights(FlatBuffer):
     """Float32 copies of the parameters, which are turned to half precision.
 
-    The optimizer updates the copies; `write_back` rounds them into the model. `gradients` are float32 views that the optimizer
-    reads, filled by `take_gradients`.
+    The optimizer updates the copies; `write_back` rounds them into the model. `gradients` are float32 views that the
+    optimizer reads, filled by `take_gradients`.
     """
 
     def __init__(self, declared: list[DeclaredParameter], half: torch.dtype) -> None:
@@ -33,7 +33,7 @@ class MasterWeights(FlatBuffer):
 
     def take_gradients(self, flat: torch.Tensor, factor: float) -> None:
         """Set the masters' gradients to `flat` (the model's, half precision) times `factor`, in float32."""
-        torch.mul(flat.float(), factor, out=self._gradients.flat)
+        self._gradients.flat.copy_(flat).mul_(factor)
 
     def write_back(self) -> None:
         """Round the masters into the model's parameters."""

@@ -93,4 +93,6 @@ def gather_from_ranks(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tenso
 
 def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
     if x.shape[dim] % axis.size:
-        raise ValueError(f"dim {dim} of size {x.shape[dim]} does not divide over the {axis.size} ranks of axis {axis.name}")
+        raise ValueError(
+            f"dim {dim} of size {x.shape[dim]} does not divide over the {axis.size} ranks of axis {axis.name}"
+        )

@@ -1,9 +1,9 @@
 """Process groups: the only file that opens them.
 
 A run of `world` ranks is a grid of `dp` model replicas times `tp` tensor-parallel ranks; tensor-parallel ranks are
-consecutive, so that a replica stays inside one host (Shoeybi et al. 2019, appendix B). An `Axis` is one rank's place on one
-side of that grid. An axis of size 1 has no process group and its collectives return their input, so that one process runs
-the same code as 512 without torch.distributed.
+consecutive, so that a replica stays inside one host (Shoeybi et al. 2019, appendix B). An `Axis` is one rank's place on
+one side of that grid. An axis of size 1 has no process group and its collectives return their input, so that one
+process runs the same code as 512 without torch.distributed.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class CollectiveLog:
 class Axis:
     """One parallel axis as this rank sees it: its `rank` of `size`, and the collectives along it.
 
-    Every collective of the project goes through here, so that it can be counted and logged. All of them are skipped, and
-    nothing is logged, on an axis of size 1.
+    Every collective of the project goes through here, so that it can be counted and logged. All of them are skipped,
+    and nothing is logged, on an axis of size 1.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Axis:
     size: int
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     log: CollectiveLog = field(default_factory=CollectiveLog, repr=False, compare=False)
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"axis {self.name}: rank {self.rank} of {self.size}"
@@ -206,5 +206,6 @@ def _open_groups(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGrou
         if len(ranks) > 1:
             group = dist.new_group(list(ranks))
             if rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
                 mine = group
     return mine

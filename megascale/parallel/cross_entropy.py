@@ -3,8 +3,8 @@
 Legend: n tokens, h hidden, v padded vocabulary, V true vocabulary, t tensor-parallel ranks.
 
 With logits z [n, v/t] on each rank the ranks exchange, per token, its largest logit, its target's logit and its sum of
-exponentials: 3 scalars where gathering the logits would move v of them (Shoeybi et al. 2019, section 3). Label smoothing
-(epsilon > 0) adds a fourth, the sum of the logits. Columns V .. v-1 are padding and take no part.
+exponentials: 3 scalars where gathering the logits would move v of them (Shoeybi et al. 2019, section 3). Label
+smoothing (epsilon > 0) adds a fourth, the sum of the logits. Columns V .. v-1 are padding and take no part.
 
     nll = log(sum exp(z - max)) + max - z[target]
     loss = (1 - epsilon) nll + epsilon (log(sum exp(z - max)) + max - sum(z) / V)
@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from megascale.parallel.context import Axis
 
-# The fused head works on as many token rows at a time as keep one chunk of float32 logits under this size. 128 MiB on a CPU
-# (about the last-level cache per worker times a few) and 1 GiB on a GPU, where larger GEMMs are faster.
+# The fused head works on as many token rows at a time as keep one chunk of float32 logits under this size. 128 MiB on a
+# CPU (about the last-level cache per worker times a few) and 1 GiB on a GPU, where larger GEMMs are faster.
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 
 
@@ -62,7 +62,7 @@ class _Terms:
 
 
 def _loss_terms(z: torch.Tensor, targets: torch.Tensor, vocabulary: VocabularySlice, label_smoothing: float) -> _Terms:
-    """Compute the losses [n] of logits z [n, v/t], overwriting z. Communicates 3 scalars per token (4 with smoothing)."""
+    """Compute the losses [n] of logits z [n, v/t], overwriting z; 3 scalars per token (4 with smoothing) are sent."""
     axis = vocabulary.axis
     z[:, vocabulary.num_valid_rows :] = float("-inf")
     largest = z.amax(dim=-1)
@@ -96,7 +96,8 @@ def _logit_gradient(
     at_target = (token_gradients * terms.target_is_here).unsqueeze(-1)
     gradient.scatter_add_(-1, terms.local_target.unsqueeze(-1), at_target * -(1.0 - label_smoothing))
     if label_smoothing:
-        gradient[:, : vocabulary.num_valid_rows] -= (token_gradients * (label_smoothing / vocabulary.size)).unsqueeze(-1)
+        everywhere = token_gradients * (label_smoothing / vocabulary.size)
+        gradient[:, : vocabulary.num_valid_rows] -= everywhere.unsqueeze(-1)
     return gradient
 
 
@@ -113,7 +114,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        assert ctx.terms is not None, "the loss can be differentiated once: its backward pass reuses the logits' storage"
+        assert ctx.terms is not None, "the loss can be differentiated once: its backward reuses the logits' storage"
         terms, ctx.terms = ctx.terms, None
         gradient = _logit_gradient(terms, gradients[0].reshape(-1), ctx.vocabulary, ctx.label_smoothing)
         return gradient.view(ctx.shape).to(ctx.dtype), None, None, None
@@ -188,18 +189,19 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the weighted sum of the tokens' losses under logits = hidden weight^T, which never exist as a whole.
 
-    hidden [n, h] replicated, weight [v/t, h] split on dim 0, targets [n], token_weights [n] -> scalar float64, replicated
+    hidden [n, h] replicated, weight [v/t, h] split on dim 0, targets, token_weights [n] -> scalar float64, replicated
 
-    The gradient of `hidden` is this rank's part only: the caller enters through f (`copy_to_ranks`), whose backward pass
-    sums the parts.
+    The gradient of `hidden` is this rank's part only: the caller enters through f (`copy_to_ranks`), whose backward
+    pass sums the parts.
 
     Args:
         token_weights: What each token's loss counts: 0 leaves a token out.
         gradient_scale: The factor by which the caller will multiply the result before calling backward (loss scale over
-            token count). Gradients are computed with it in float32 before they are rounded to the weight's dtype, so that
-            small ones survive in float16. Any other factor still gives the right gradient.
+            token count). Gradients are computed with it in float32 before they are rounded to the weight's dtype, so
+            that small ones survive in float16. Any other factor still gives the right gradient, as far as its ratio to
+            this one fits the weight's dtype.
     """
-    # Asked here: inside an autograd function gradients are always off, and `needs_input_grad` does not know of `no_grad`.
+    # Asked here: inside an autograd function gradients are always off.
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(
         hidden, weight, targets, token_weights, vocabulary, label_smoothing, gradient_scale, wants_gradient

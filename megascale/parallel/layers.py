@@ -1,6 +1,7 @@
 """Tensor-parallel linear layers and embedding (Shoeybi et al. 2019, section 3).
 
-Legend: s sequence, b batch, i input features, o output features, v padded vocabulary, h hidden, t tensor-parallel ranks.
+Legend: s sequence, b batch, i input features, o output features, v padded vocabulary, h hidden, t tensor-parallel
+ranks.
 
 | layer                  | weight per rank   | input               | output                | communication           |
 |------------------------|-------------------|---------------------|-----------------------|-------------------------|
@@ -36,6 +37,9 @@ class ColumnParallelLinear(ParallelModule):
         ValueError: o does not divide by the axis.
     """
 
+    weight: torch.Tensor
+    bias: torch.Tensor
+
     def __init__(
         self, num_inputs: int, num_outputs: int, axis: Axis, init_std: float, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -57,6 +61,9 @@ class RowParallelLinear(ParallelModule):
     Args and errors as for ColumnParallelLinear, with i in place of o.
     """
 
+    weight: torch.Tensor
+    bias: torch.Tensor
+
     def __init__(
         self, num_inputs: int, num_outputs: int, axis: Axis, init_std: float, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -76,6 +83,8 @@ class VocabParallelEmbedding(ParallelModule):
     tokens [s, b] replicated -> [s, b, h] replicated. A rank looks up the tokens of its own rows, gives zeros for the
     others, and g adds the ranks' results. Backward: each rank scatters the gradient into its own rows.
     """
+
+    weight: torch.Tensor
 
     def __init__(
         self, num_rows: int, hidden_size: int, axis: Axis, init_std: float, dtype: torch.dtype, device: torch.device
@@ -100,8 +109,16 @@ class VocabParallelEmbedding(ParallelModule):
 class PositionEmbedding(ParallelModule):
     """Learned absolute positions, replicated. positions 0 .. s-1 -> [s, 1, h], to be added to [s, b, h]."""
 
+    weight: torch.Tensor
+
     def __init__(
-        self, num_positions: int, hidden_size: int, axis: Axis, init_std: float, dtype: torch.dtype, device: torch.device
+        self,
+        num_positions: int,
+        hidden_size: int,
+        axis: Axis,
+        init_std: float,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__(axis)
         self.declare("weight", ParameterSpec((num_positions, hidden_size), None, Normal(init_std), True), dtype, device)
@@ -113,9 +130,10 @@ class PositionEmbedding(ParallelModule):
 class LayerNorm(ParallelModule):
     """Layer normalisation over the last dim, computed and held alike on every rank. x [.., h] -> [.., h]."""
 
-    def __init__(
-        self, hidden_size: int, axis: Axis, epsilon: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self, hidden_size: int, axis: Axis, epsilon: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(axis)
         self.epsilon = epsilon
         self.declare("weight", ParameterSpec((hidden_size,), None, Constant(1.0), False), dtype, device)

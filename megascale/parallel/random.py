@@ -1,12 +1,13 @@
 """Random streams for dropout: one that tensor-parallel ranks share, one that is each rank's own.
 
-Outside the tensor-parallel regions the ranks of a replica compute the same thing and must drop the same elements; inside
-(attention probabilities) each rank holds other heads and must draw its own (Shoeybi et al. 2019, section 3.1). The shared
-stream is torch's default generator, seeded with `seed`; the model-parallel one is seeded with `seed + 2718 + tp rank`.
+Outside the tensor-parallel regions the ranks of a replica compute the same thing and must drop the same elements;
+inside (attention probabilities) each rank holds other heads and must draw its own (Shoeybi et al. 2019, section 3.1).
+The shared stream is torch's default generator, seeded with `seed`; the model-parallel one is seeded with `seed + 2718 +
+tp rank`.
 
-Both are re-seeded at the start of every micro-batch from (their seed, step, index of the micro-batch in the global batch).
-So there is no random state to save: a resumed run draws what the uninterrupted one draws, and a shared-stream mask does not
-depend on the data-parallel size nor on the accumulation count.
+Both are re-seeded at the start of every micro-batch from (their seed, step, index of the micro-batch in the global
+batch). So there is no random state to save: a resumed run draws what the uninterrupted one draws, and a shared-stream
+mask does not depend on the data-parallel size nor on the accumulation count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Activation recomputation: keep a block's input, drop what it saved, run it again in the backward pass.
 
-The second run must draw the same dropout masks as the first, from both streams of `RandomStreams`; and, like the paper's, it
-repeats all of the block's collectives, so that every rank of the tensor axis enters them in the same order
+The second run must draw the same dropout masks as the first, from both streams of `RandomStreams`; and, like the
+paper's, it repeats all of the block's collectives, so that every rank of the tensor axis enters them in the same order
 (Chen et al. 2016; Shoeybi et al. 2019, section 5.1: "activation checkpointing after every transformer layer").
 """
 
@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from megascale.parallel.random import RandomStreams
 
 
-def recompute(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, streams: RandomStreams) -> torch.Tensor:
+def recompute(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, streams: RandomStreams
+) -> torch.Tensor:
     """Return function(x), keeping only `x` for the backward pass.
 
     Args:

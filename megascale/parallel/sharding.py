@@ -1,7 +1,7 @@
-"""What a parallel layer declares of each of its parameters, once: global shape, split dim, initial values, weight decay.
+"""What a layer declares of each of its parameters, once: global shape, split dim, initial values, weight decay.
 
-Initialisation, gradient norm, weight-decay groups, checkpoint slices and parameter counts all read that declaration; nothing
-is inferred from a name.
+Initialisation, gradient norm, weight-decay groups, checkpoint slices and parameter counts all read that declaration;
+nothing is inferred from a name.
 
 Initial values are a pure function of (seed, parameter name, global index): element e of the parameter, counted with its
 split dim outermost, comes from word e of a Philox-4x64 counter stream keyed by (seed, name). Every rank computes only
@@ -162,5 +162,3 @@ def standard_normal(seed: int, name: str, start: int, count: int) -> np.ndarray:
     radius = ((words >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
     angle = ((words & np.uint64(0xFFFFFFFF)).astype(np.float64) + 0.5) * 2.0**-32
     return np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle)
-
-
