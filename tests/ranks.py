@@ -1,7 +1,7 @@
 """A persistent pool of processes that run functions as the ranks of a layout, over real gloo collectives.
 
-Importing torch takes seconds, so the processes are started once and kept; each call opens fresh process groups. A rank that
-raises fails the call with its traceback, and the pool is started anew, since its peers may hang in a collective.
+Importing torch takes seconds, so the processes are started once and kept; each call opens fresh process groups. A rank
+that raises fails the call with its traceback, and the pool is started anew, since its peers may hang in a collective.
 """
 
 from __future__ import annotations

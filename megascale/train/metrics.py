@@ -1,15 +1,15 @@
-"""What a run tells: a line or a bar for people, `metrics.jsonl` and TensorBoard events for machines. One process speaks.
+"""What a run tells: a line or a bar for people, `metrics.jsonl` and TensorBoard for machines. One process speaks.
 
 `metrics.jsonl` holds one JSON object per line:
 
-| kind       | fields                                                                                                    |
-|------------|-----------------------------------------------------------------------------------------------------------|
-| train      | step, samples, tokens, loss, lr, grad_norm, loss_scale, skipped, seconds, tokens_per_second               |
-| validation | step, samples, tokens, loss, perplexity, num_scored_tokens, seconds                                       |
+| kind       | fields                                                                                     |
+|------------|--------------------------------------------------------------------------------------------|
+| train      | step, samples, tokens, loss, lr, grad_norm, loss_scale, skipped, seconds, tokens_per_second|
+| validation | step, samples, tokens, loss, perplexity, num_scored_tokens, seconds                        |
 
-`samples` and `tokens` count from the start of the run. `loss` is in nats per scored token; that of a train record is the
-step's own, over the global batch, so that a resumed run writes what the uninterrupted one writes. `seconds` is per step, the
-mean since the record before, without validation and saving. A number that is not finite is null.
+`samples` and `tokens` count from the start of the run. `loss` is in nats per scored token; that of a train record is
+the step's own, over the global batch, so that a resumed run writes what the uninterrupted one writes. `seconds` is per
+step, the mean since the record before, without validation and saving. A number that is not finite is null.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megascale.config.schema import LoggingConfig
 from megascale.utils.files import atomic_writer
 from megascale.utils.progress import progress
 
@@ -37,8 +38,7 @@ class RunMetrics:
             its last checkpoint, are removed: they will be written again.
         num_steps: Steps of the whole run, for the bar.
         speaks: Whether this process prints and writes; all methods do nothing otherwise.
-        tensorboard: Whether to write TensorBoard events too.
-        bar: Whether to show a bar rather than a line per record; None: when stderr is a terminal.
+        logging: Whether to write TensorBoard events, and whether to show a bar rather than a line per record.
     """
 
     def __init__(
@@ -47,20 +47,19 @@ class RunMetrics:
         first_step: int,
         num_steps: int,
         speaks: bool,
-        tensorboard: bool = True,
-        bar: bool | None = None,
+        logging: LoggingConfig,
     ) -> None:
         self._speaks = speaks
         self._num_steps = num_steps
         self._file = None
         self._events = None
-        self._bar = progress(num_steps, "step", "training", enabled=bar if speaks else False)
+        self._bar = progress(num_steps, "step", "training", enabled=logging.progress_bar if speaks else False)
         self._bar.update(first_step)
         if speaks and run_directory is not None:
             path = run_directory / METRICS_FILE
             keep_records(path, up_to_step=first_step)
             self._file = path.open("a", encoding="utf-8")
-            if tensorboard:
+            if logging.tensorboard:
                 from tensorboardX import SummaryWriter
 
                 self._events = SummaryWriter(str(run_directory / "tensorboard"), purge_step=first_step + 1)

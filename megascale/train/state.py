@@ -1,4 +1,4 @@
-"""How far a run has come. With the optimizer's state this is all that a resume needs: data and dropout follow from it."""
+"""How far a run has come: beside the optimizer's state all that a resume needs, as data and dropout follow from it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ class TrainState:
 
     def after(self, num_samples: int, num_tokens: int) -> TrainState:
         """Return the state one step later."""
-        return replace(
-            self, step=self.step + 1, samples=self.samples + num_samples, tokens=self.tokens + num_tokens
-        )
+        return replace(self, step=self.step + 1, samples=self.samples + num_samples, tokens=self.tokens + num_tokens)
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

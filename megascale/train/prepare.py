@@ -1,0 +1,167 @@
+"""Everything that can be found wrong before torch is imported: the flags, and every file they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from megascale.checkpoint.manifest import Manifest, find_latest, list_checkpoints, read_manifest
+from megascale.config.accounting import describe_run
+from megascale.config.cli import ParsedRun
+from megascale.config.layout import ParallelLayout
+from megascale.config.resolution import resolve
+from megascale.config.schema import RunConfig, options
+from megascale.config.serialization import numbered, to_yaml
+from megascale.data.build import Sources, build_sources
+from megascale.data.tokenizer import Tokenizer, build_tokenizer
+from megascale.utils.environment import LaunchEnvironment
+from megascale.utils.errors import UserError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that is ready to launch.
+
+    Attributes:
+        config: Resolved and checked.
+        layout: The grid of ranks.
+        sources: Training and validation samples.
+        start: The checkpoint to go on from; None: from initial weights.
+        changes: How the configuration differs from the one in that checkpoint, a line each.
+    """
+
+    config: RunConfig
+    layout: ParallelLayout
+    sources: Sources
+    start: Path | None
+    changes: list[str]
+
+
+def prepare(parsed: ParsedRun, environment: LaunchEnvironment) -> PreparedRun:
+    """Open the tokenizer, the data and the checkpoint that a parsed command line names.
+
+    Raises:
+        UserError: whatever is wrong with any of them, in one message.
+    """
+    problems: list[str] = []
+
+    def attempt(action: Callable[[], Result]) -> Result | None:
+        try:
+            return action()
+        except UserError as error:
+            problems.append(str(error))
+            return None
+
+    tokenizer = attempt(lambda: open_tokenizer(parsed.config))
+    start = attempt(lambda: find_start(parsed.config))
+    manifest = attempt(lambda: read_manifest(start)) if start else None
+    config = attempt(
+        lambda: resolve(parsed.config, environment.world_size, tokenizer.vocab_size if tokenizer else None)
+    )
+    sources = attempt(lambda: build_sources(config, tokenizer)) if config else None
+    if config and manifest:
+        attempt(lambda: require_same_model(config, manifest, start))
+    if problems or config is None or sources is None:
+        raise UserError(numbered(problems))
+    layout = ParallelLayout.of_world(environment.world_size, config.parallel.tensor_model_parallel_size)
+    return PreparedRun(config, layout, sources, start, config_changes(manifest, config) if manifest else [])
+
+
+def open_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """Build the tokenizer whose files the configuration names; None when it names none."""
+    data = config.data
+    if not (data.tokenizer_model or data.vocab_file):
+        return None
+    return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
+
+
+def find_start(config: RunConfig) -> Path | None:
+    """Return the checkpoint that --load names, None for a fresh start.
+
+    --load may name the run directory of --save before it holds anything, so that one command both starts and resumes.
+
+    Raises:
+        UserError: --load names nothing that can be loaded; or --save holds checkpoints that this run does not start
+        from
+            and would mix with its own.
+    """
+    load, save = config.checkpoint.load, config.checkpoint.save
+    start = find_latest(load) if load else None
+    is_own = bool(load and save and Path(load).resolve() == Path(save).resolve())
+    if load and start is None and not is_own:
+        raise UserError(
+            f"--load {load} holds no checkpoint: give a run directory that does, or one checkpoint; "
+            "with the same directory as --save, a run that has not begun starts from step 0"
+        )
+    if save and (existing := list_checkpoints(save)):
+        directory = existing[0].path.parent.resolve()
+        if start is None or start.parent.resolve() != directory:
+            raise UserError(
+                f"--save {save} already holds checkpoints up to step {existing[0].step}: "
+                f"add --load {save} to go on from there, or give another directory"
+            )
+        later = [entry for entry in existing if entry.path.resolve() != start.resolve() and entry.problem is None]
+        if later and later[0].step > read_manifest(start).step:
+            raise UserError(
+                f"--load {load} is older than checkpoint {later[0].path} in --save {save}: "
+                "give another --save directory to branch off, or --load the run directory to go on from the newest"
+            )
+    return start
+
+
+# Fields of the model section that may differ from the checkpoint's: they shape no tensor.
+_FREE_MODEL_FIELDS = ("preset", "hidden_dropout", "attention_dropout", "init_method_std")
+
+
+def require_same_model(config: RunConfig, manifest: Manifest, start: Path | None) -> None:
+    """Check that a checkpoint holds the model that the configuration describes.
+
+    Raises:
+        UserError: naming each flag that differs with both values.
+    """
+    keys = [("model", o.name) for o in options() if o.section == "model" and o.name not in _FREE_MODEL_FIELDS]
+    keys.append(("train", "params_dtype"))
+    differing = [line for key, line in _differences(manifest, config) if key in keys]
+    if differing:
+        raise UserError(
+            f"checkpoint {start} is of another model: {'; '.join(differing)}. Give the flags it was trained with "
+            f"(config.yaml of its run), or another --load"
+        )
+
+
+def config_changes(manifest: Manifest, config: RunConfig) -> list[str]:
+    """Return how the configuration differs from the checkpoint's, apart from where files lie and what is logged."""
+    return [line for (section, _), line in _differences(manifest, config) if section not in ("checkpoint", "logging")]
+
+
+def _differences(manifest: Manifest, config: RunConfig) -> list[tuple[tuple[str, str], str]]:
+    found = []
+    for option in options():
+        now = getattr(getattr(config, option.section), option.name)
+        now = list(now) if isinstance(now, tuple) else now
+        then = manifest.config.get(option.section, {}).get(option.name, option.default)
+        if now != then:
+            found.append((option.key, f"{option.flag} {then} in the checkpoint, {now} now"))
+    return found
+
+
+def print_description(parsed: ParsedRun, environment: LaunchEnvironment) -> None:
+    """Print what --print-config and --dry-run ask for, on rank 0.
+
+    Raises:
+        UserError: the configuration is invalid, or --dry-run names files that are.
+    """
+    tokenizer = open_tokenizer(parsed.config)
+    config = resolve(parsed.config, parsed.world_size, tokenizer.vocab_size if tokenizer else None)
+    sources = build_sources(config, tokenizer) if parsed.dry_run and config.data.data_path else None
+    if environment.rank == 0:
+        if parsed.print_config:
+            print(to_yaml(config), end="")
+        if parsed.dry_run:
+            print(describe_run(config, parsed.world_size))
+            if sources is not None:
+                print(sources.describe())

@@ -1,0 +1,100 @@
+"""Pretrain a GPT: alone, or with torchrun over as many processes as there are GPUs (or CPU cores).
+
+Everything that can be wrong with the flags and the files they name is found before torch is imported, and ends the
+process with one message and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megascale.config.cli import parse_run_config
+from megascale.train.prepare import PreparedRun, prepare, print_description
+from megascale.utils.environment import LaunchEnvironment
+from megascale.utils.errors import UserError, exit_with
+
+
+def main() -> None:
+    environment = LaunchEnvironment()
+    try:
+        environment = LaunchEnvironment.from_environ()
+        parsed = parse_run_config(sys.argv[1:], environment, description="Pretrain a GPT.")
+        if parsed.print_config or parsed.dry_run:
+            print_description(parsed, environment)
+        else:
+            pretrain(prepare(parsed, environment), environment)
+    except UserError as error:
+        exit_with(error, environment)
+
+
+def pretrain(run: PreparedRun, environment: LaunchEnvironment) -> None:
+    """Build what the run needs, from the ground up, and train."""
+    # Imported here: torch takes seconds to load, and a mistyped flag should not.
+    import torch
+
+    from megascale.data.loader import BatchLoader
+    from megascale.data.samples import SampleSource
+    from megascale.model.gpt import GPT
+    from megascale.optim.build import ModelOptimizer
+    from megascale.parallel.context import launch
+    from megascale.parallel.random import RandomStreams
+    from megascale.parallel.sharding import initialise
+    from megascale.train.device import choose_backend, choose_device
+    from megascale.train.metrics import RunMetrics
+    from megascale.train.report import announce, conclude, open_run_directory
+    from megascale.train.snapshot import load_snapshot, save_snapshot
+    from megascale.train.state import TrainState
+    from megascale.train.trainer import Trainer
+
+    config, train = run.config, run.config.train
+    device = choose_device(config, environment)
+    backend = choose_backend(config, device)
+    with launch(run.layout, environment.rank, device, backend, config.parallel.distributed_timeout_minutes) as context:
+        streams = RandomStreams(train.seed, context.tp, device)
+        model = GPT(
+            config.model,
+            context.tp,
+            streams,
+            getattr(torch, train.params_dtype),
+            device,
+            recompute_blocks=train.recompute_granularity == "full",
+            label_smoothing=train.label_smoothing,
+        )
+        initialise(model, train.seed)
+        optimizer = ModelOptimizer(model, config, context.tp, context.dp)
+        state = load_snapshot(run.start, optimizer) if run.start else TrainState()
+        directory = open_run_directory(run, context)
+
+        def loader(source: SampleSource) -> BatchLoader:
+            return BatchLoader(
+                source,
+                train.micro_batch_size,
+                train.global_batch_size,
+                context.dp.rank,
+                context.dp.size,
+                config.model.vocab_size,
+                run.sources.eod_id,
+                config.data.eod_mask_loss,
+            )
+
+        with RunMetrics(directory, state.step, train.train_iters, context.speaks, config.logging) as metrics:
+            metrics.say(announce(run, context, state))
+            trainer = Trainer(
+                config,
+                context,
+                model,
+                optimizer,
+                streams,
+                loader(run.sources.train),
+                loader(run.sources.valid) if run.sources.valid is not None else None,
+                state,
+                metrics,
+                save=lambda state: save_snapshot(directory, state, optimizer, config, context),
+            )
+            result = trainer.fit()
+            if context.speaks:
+                metrics.say(conclude(run, result, directory))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""A small training run that tests can put on any layout: real trainer, optimizer and checkpoints, generated samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megascale.config.resolution import resolve
+from megascale.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from megascale.data.loader import BatchLoader
+from megascale.model.gpt import GPT
+from megascale.optim.build import ModelOptimizer
+from megascale.parallel.context import ParallelContext
+from megascale.parallel.random import RandomStreams
+from megascale.parallel.sharding import initialise
+from megascale.train.metrics import METRICS_FILE, RunMetrics, read_records
+from megascale.train.snapshot import load_snapshot, save_snapshot
+from megascale.train.state import TrainState
+from megascale.train.trainer import Trainer
+
+VOCAB_SIZE, EOD = 97, 96
+
+# Pieces of a tensor by name: (global shape, offset, values) of each rank.
+Pieces = dict[str, tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]
+
+
+class GeneratedSamples:
+    """A learnable stream: each token follows from the one before, with noise and end-of-document tokens strewn in."""
+
+    seq_length = 16
+    samples_per_epoch = 1 << 20
+
+    def sample(self, index: int) -> np.ndarray:
+        random = np.random.RandomState([7, index])
+        tokens = np.empty(self.seq_length + 1, dtype=np.int64)
+        tokens[0] = random.randint(EOD)
+        for i in range(1, len(tokens)):
+            tokens[i] = (3 * tokens[i - 1] + 1) % EOD if random.rand() < 0.8 else random.randint(EOD)
+        tokens[random.rand(len(tokens)) < 0.15] = EOD
+        return tokens
+
+    def origin(self, index: int, position: int) -> str:
+        return f"generated sample {index}, token {position}"
+
+
+def small_config(**changes: dict[str, Any]) -> RunConfig:
+    """Return a resolved tiny run of 20 steps in float64 without dropout; `changes` are by section."""
+    sections = {
+        "model": ModelConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            vocab_size=VOCAB_SIZE,
+            make_vocab_size_divisible_by=64,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        "schedule": ScheduleConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=3),
+        "data": DataConfig(seq_length=GeneratedSamples.seq_length, eod_mask_loss=True, data_path=("generated",)),
+        "train": TrainConfig(
+            micro_batch_size=8,
+            global_batch_size=8,
+            train_iters=20,
+            params_dtype="float64",
+            eval_interval=10,
+            eval_iters=1,
+        ),
+        "checkpoint": CheckpointConfig(),
+        "logging": LoggingConfig(log_interval=1, tensorboard=False, progress_bar=False),
+    }
+    for name, values in changes.items():
+        sections[name] = replace(sections[name], **values)
+    config = RunConfig(**sections)
+    tp = config.parallel.tensor_model_parallel_size
+    return resolve(config, tp)
+
+
+def with_layout(config: RunConfig, context: ParallelContext) -> RunConfig:
+    return replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=context.tp.size))
+
+
+def build_trainer(context: ParallelContext, config: RunConfig, run: Path, load: Path | None = None) -> Trainer:
+    """Build what pretrain_gpt.py builds, on generated samples."""
+    config = with_layout(config, context)
+    streams = RandomStreams(config.train.seed, context.tp, context.device)
+    model = GPT(
+        config.model,
+        context.tp,
+        streams,
+        getattr(torch, config.train.params_dtype),
+        recompute_blocks=config.train.recompute_granularity == "full",
+        label_smoothing=config.train.label_smoothing,
+    )
+    initialise(model, config.train.seed)
+    optimizer = ModelOptimizer(model, config, context.tp, context.dp)
+    state = load_snapshot(load, optimizer) if load else TrainState()
+    if context.speaks:
+        run.mkdir(parents=True, exist_ok=True)
+    context.world.barrier()
+    train = config.train
+
+    def loader() -> BatchLoader:
+        return BatchLoader(
+            GeneratedSamples(),
+            train.micro_batch_size,
+            train.global_batch_size,
+            context.dp.rank,
+            context.dp.size,
+            VOCAB_SIZE,
+            EOD,
+            config.data.eod_mask_loss,
+        )
+
+    metrics = RunMetrics(run, state.step, train.train_iters, context.speaks, config.logging)
+    return Trainer(
+        config,
+        context,
+        model,
+        optimizer,
+        streams,
+        loader(),
+        loader(),
+        state,
+        metrics,
+        save=lambda state: save_snapshot(run, state, optimizer, config, context),
+    )
+
+
+def train_on_rank(context: ParallelContext, config: RunConfig, run: Path, load: Path | None = None) -> Pieces:
+    """Train on one rank of any layout; return its pieces of the weights and moments."""
+    trainer = build_trainer(context, config, run, load)
+    with trainer.metrics:
+        trainer.fit()
+    return pieces(trainer.optimizer)
+
+
+def pieces(optimizer: ModelOptimizer) -> Pieces:
+    return {
+        name: (d.spec.shape, d.spec.offset(d.axis), tensor.detach().float().numpy().copy())
+        if tensor.dtype != torch.float64
+        else (d.spec.shape, d.spec.offset(d.axis), tensor.detach().numpy().copy())
+        for name, tensor, d in optimizer.tensors()
+    }
+
+
+def assemble(ranks: list[Pieces]) -> dict[str, np.ndarray]:
+    """Put the ranks' pieces together; a piece that several ranks hold must be bit-identical on all of them."""
+    whole: dict[str, np.ndarray] = {}
+    written: dict[str, np.ndarray] = {}
+    for rank in ranks:
+        for name, (shape, offset, values) in rank.items():
+            target = whole.setdefault(name, np.zeros(shape, values.dtype))
+            done = written.setdefault(name, np.zeros(shape, bool))
+            where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+            assert np.array_equal(target[where][done[where]], values[done[where]]), f"{name} differs between ranks"
+            target[where], done[where] = values, True
+    assert all(done.all() for done in written.values())
+    return whole
+
+
+def losses(run: Path) -> list[float]:
+    """The training losses of a run, then its validation losses."""
+    records = read_records(run / METRICS_FILE)
+    return [r["loss"] for r in records if r["kind"] == "train"] + [r["loss"] for r in records if r["kind"] != "train"]
+
+
+def exact_records(run: Path) -> list[dict[str, Any]]:
+    """The records of a run without what the clock decides."""
+    return [
+        {key: value for key, value in record.items() if key not in ("seconds", "tokens_per_second")}
+        for record in read_records(run / METRICS_FILE)
+    ]
