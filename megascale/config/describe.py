@@ -47,21 +47,23 @@ def _parameters(config: RunConfig, layout: ParallelLayout) -> str:
 
 
 def _layout(layout: ParallelLayout) -> str:
-    return f"{layout.world_size} ranks = {layout.dp} data-parallel replicas of {layout.tp} tensor-parallel ranks each"
+    replicas, ranks = _count(layout.dp, "data-parallel replica"), _count(layout.tp, "tensor-parallel rank")
+    return f"{_count(layout.world_size, 'rank')} = {replicas} of {ranks}"
 
 
 def _batch(config: RunConfig, layout: ParallelLayout) -> str:
     train = config.train
+    replicas = _count(layout.dp, "replica")
+    micro_batches = _count(num_micro_batches(config, layout.dp), "micro-batch", "micro-batches")
     return (
-        f"{train.global_batch_size} samples of {config.data.seq_length} tokens per step = {layout.dp} replicas x "
-        f"{num_micro_batches(config, layout.dp)} micro-batches of {train.micro_batch_size}"
+        f"{_count(train.global_batch_size, 'sample')} of {config.data.seq_length} tokens per step = {replicas} x "
+        f"{micro_batches} of {train.micro_batch_size}"
     )
 
 
 def _tokens(config: RunConfig) -> str:
-    total = tokens_per_run(config)
-    steps = config.train.train_iters
-    return f"{tokens_per_iteration(config):,} per step, {total:,} ({_scaled(total)}) in {steps:,} steps"
+    total, per_step = tokens_per_run(config), tokens_per_iteration(config)
+    return f"{per_step:,} per step, {total:,} ({_scaled(total)}) in {_count(config.train.train_iters, 'step')}"
 
 
 def _flops(config: RunConfig, layout: ParallelLayout) -> str:
@@ -71,6 +73,10 @@ def _flops(config: RunConfig, layout: ParallelLayout) -> str:
         f"{per_step:.4g} per step {recompute} recomputation, {per_step / layout.world_size:.4g} of them per rank; "
         f"{per_step * config.train.train_iters:.4g} in the run"
     )
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _scaled(count: int) -> str:

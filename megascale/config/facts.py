@@ -73,7 +73,7 @@ class Facts:
     def chosen(self, name: str) -> bool:
         """Return whether the user wants the option to have an effect."""
         option = self.by_name[name]
-        return option.key in self.explicit or (self.was_given(name) and self.value(name) != option.default)
+        return self.was_given(name) and (option.key in self.explicit or self.value(name) != option.default)
 
     def by_flag(self, name: str) -> bool:
         """Return whether the option was given on the command line."""

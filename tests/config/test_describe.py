@@ -1,0 +1,42 @@
+"""What --dry-run prints holds the numbers a person would work out by hand."""
+
+import pytest
+
+from megascale.config.describe import describe_run
+from megascale.config.presets import PRESETS
+from megascale.config.serialization import from_dict
+from megascale.utils.errors import UserError
+from tests.config.examples import small_run, with_fields
+
+
+def test_the_papers_run_on_512_gpus():
+    text = describe_run(from_dict(PRESETS["megatron-8.3b"]), 512)
+    for expected in (
+        "72 layers, hidden size 3072, 24 heads of 128",
+        "vocabulary 50,257 padded to 51,200",
+        "8,317,040,640 in total (8.317 B)",
+        "512 ranks = 64 data-parallel replicas of 8 tensor-parallel ranks",
+        "512 samples of 1024 tokens per step = 64 replicas x 1 micro-batch of 8",
+        "524,288 per step, 157,286,400,000 (157.3 B) in 300,000 steps",
+        "without recomputation",
+    ):
+        assert expected in text
+    assert "511" in text.splitlines()[-1]
+    assert len(text.splitlines()) < 25
+    assert max(len(line) for line in text.splitlines()) <= 160
+
+
+def test_a_single_process():
+    text = describe_run(small_run(), 1)
+    assert "1 rank = 1 data-parallel replica of 1 tensor-parallel rank\n" in text
+    assert "dp 0     0" in text
+
+
+def test_flops_say_whether_recomputation_is_counted():
+    text = describe_run(with_fields(small_run(), train__recompute_granularity="full"), 1)
+    assert "with recomputation" in text
+
+
+def test_an_invalid_run_is_not_described():
+    with pytest.raises(UserError, match="--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"):
+        describe_run(with_fields(small_run(), parallel__tensor_model_parallel_size=3), 3)
