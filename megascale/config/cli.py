@@ -214,7 +214,7 @@ def _read_preset(
     name = from_flags.get(key, from_file.get(key))
     if name is None:
         return None, {}, []
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         source = "--model" if key in from_flags else "model.preset"
         match = nearest_match(str(name), PRESETS)
         return None, {}, [f"{source} {name!r} is not a preset.{match} The presets are {', '.join(PRESETS)}."]

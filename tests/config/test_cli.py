@@ -140,6 +140,11 @@ def test_all_broken_rules_are_told_together_with_their_origins():
         assert part in message
 
 
+def test_a_preset_that_is_no_name(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: {preset: [gpt2-tiny]}\n")
+    assert "model.preset ['gpt2-tiny'] is not a preset" in _error(f"--config {tmp_path}/run.yaml")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -25,7 +25,8 @@ def test_flags_have_megatrons_names():
         "--tensor-model-parallel-size --model-parallel-size --lr --min-lr --lr-decay-style --lr-warmup-iters "
         "--clip-grad --data-path --tokenizer-type --tokenizer --vocab-file --merge-file --tokenizer-model --save "
         "--load --save-interval --train-iters --eval-interval --log-interval --hidden-dropout "
-        "--attention-dropout --seed --fp16 --bf16 --loss-scale --exit-interval --checkpoint-activations --split --model --preset"
+        "--attention-dropout --seed --fp16 --bf16 --loss-scale --exit-interval --checkpoint-activations --split "
+        "--model --preset"
     )
     assert set(megatron.split()) <= flags
 
