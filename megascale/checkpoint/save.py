@@ -282,9 +282,7 @@ def _put_back_or_remove_replaced(root: Path, step: int) -> None:
 
 def _remove(directory: Path) -> None:
     """Remove a hidden directory. What cannot be removed costs space, not correctness, and gives a warning."""
-    # The manifest first: a directory that is half removed must not look like a checkpoint.
     try:
-        (directory / MANIFEST_NAME).unlink(missing_ok=True)
         shutil.rmtree(directory)
     except FileNotFoundError:
         return

@@ -86,7 +86,8 @@ class TensorFile:
             raise UserError(
                 f"{self._path}: tensor {key!r} has shape {stored.get_shape()}, the manifest says {list(shape)}"
             )
-        part: torch.Tensor = stored[index] if index else stored[...]
+        # A scalar has no dim to index.
+        part: torch.Tensor = stored[index] if index else self._handle.get_tensor(key)
         return part
 
 
@@ -128,7 +129,7 @@ def _stored_dtype(key: str, tensor: torch.Tensor) -> str:
 def _chunks(head: bytes, keys: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     yield head
     for key in keys:
-        on_host = tensors[key].detach().to("cpu").contiguous()
+        on_host = tensors[key].detach().to("cpu")
         if on_host.numel() > 0:
             content = on_host.reshape(-1).view(torch.uint8).numpy().data
             for start in range(0, len(content), _CHUNK_BYTES):
