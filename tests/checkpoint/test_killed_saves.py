@@ -59,10 +59,10 @@ def test_the_points_would_show_a_moment_without_a_checkpoint(repository: Path, t
 
 def test_kills_at_random_moments(repository: Path, tmp_path: Path) -> None:
     sights = killing(repository, "loop", str(tmp_path / "checkpoints"), "5")
-    assert len(sights) > 20
+    assert len(sights) > 10
     assert all(sight["signal"] == 9 for sight in sights), "no save failed by itself"
     for sight in sights:
         assert "error" not in sight, sight
         assert sight.get("value", 0) >= sight["returned"], sight
-    assert sights[-1]["returned"] > 20
+    assert sights[-1]["returned"] > 10
     assert any(sight["hidden"] for sight in sights), "some kills hit a save halfway"
