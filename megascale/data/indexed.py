@@ -282,10 +282,7 @@ class IndexedWriter:
     def end_sequence(self) -> None:
         """Closes the sequence being written; the next `append` starts another one of the same document."""
         if self._open_tokens > MAX_SEQUENCE_TOKENS:
-            raise UserError(
-                f"{self.prefix}: document {self.num_documents} has {self._open_tokens} tokens; the format holds "
-                f"at most {MAX_SEQUENCE_TOKENS} in one sequence. Split the document"
-            )
+            self._refuse_long_sequence(self.num_documents, self._open_tokens)
         self._lengths.write(struct.pack("<i", self._open_tokens))
         self.num_sequences += 1
         self.num_tokens += self._open_tokens
@@ -303,6 +300,27 @@ class IndexedWriter:
         """Writes one document of one sequence."""
         self.append(tokens)
         self.end_document()
+
+    def add_documents(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
+        """Writes many documents of one sequence each, their ids one after another in `tokens`."""
+        assert not self._sequence_open, "end_document() was not called"
+        assert int(lengths.sum()) == tokens.size
+        for start in np.flatnonzero(lengths > MAX_SEQUENCE_TOKENS):
+            self._refuse_long_sequence(self.num_documents + int(start), int(lengths[start]))
+        self.append(tokens)
+        self._open_tokens, self._sequence_open = 0, False
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        first = self.num_sequences + 1
+        self._bounds.write(np.arange(first, first + len(lengths), dtype="<i8").tobytes())
+        self.num_sequences += len(lengths)
+        self.num_documents += len(lengths)
+        self.num_tokens += tokens.size
+
+    def _refuse_long_sequence(self, document: int, length: int) -> None:
+        raise UserError(
+            f"{self.prefix}: document {document} has {length} tokens; the format holds at most {MAX_SEQUENCE_TOKENS} "
+            "in one sequence. Split the document"
+        )
 
     def _write_index(self) -> None:
         assert not self._sequence_open, "end_document() was not called"

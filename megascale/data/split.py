@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Final
@@ -17,21 +16,6 @@ _INCREMENT: Final = 0x9E3779B97F4A7C15
 _MULTIPLIERS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK: Final = 2**64 - 1
 _CHUNK: Final = 1 << 20
-
-
-def parse_split(text: str) -> tuple[float, ...]:
-    """The numbers of a `--split` such as "29,1": parts per set, in any unit ("969,30,1" and "0.9,0.1" also do).
-
-    Raises:
-        UserError: not numbers, a negative one, or nothing but zeros.
-    """
-    try:
-        ratios = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        ratios = ()
-    if not ratios or any(not math.isfinite(ratio) or ratio < 0 for ratio in ratios) or sum(ratios) == 0:
-        raise UserError(f'--split "{text}" must be numbers >= 0 with commas between them and not all 0, such as "29,1"')
-    return ratios
 
 
 def split_documents(num_documents: int, ratios: Sequence[float], seed: int) -> list[NDArray[np.int64]]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megascale.data.split import document_hashes, parse_split, split_documents
+from megascale.data.split import document_hashes, split_documents
 from megascale.utils.errors import UserError
 
 
@@ -59,11 +59,3 @@ def test_chunks_do_not_show(monkeypatch):
 def test_an_empty_part_is_refused():
     with pytest.raises(UserError, match=r"--split 29,1 with --split-seed 1234 leaves part \d.*of the 1 documents"):
         split_documents(1, (29, 1), 1234)
-
-
-def test_parse_split():
-    assert parse_split("29,1") == (29.0, 1.0)
-    assert parse_split(" 0.9, 0.1,0") == (0.9, 0.1, 0.0)
-    for wrong in ("", "a,b", "29;1", "1,-1", "0,0", "nan,1", "inf,1"):
-        with pytest.raises(UserError, match="--split"):
-            parse_split(wrong)
