@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Generator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -177,9 +178,18 @@ def _encoded_batches(options: PreprocessOptions) -> Generator[EncodedBatch, None
 
 
 def _start_worker() -> None:
-    """Leaves Ctrl-C to the main process, and threads to whoever has cores to spare."""
+    """Leaves Ctrl-C to the main process, works in one thread, and never outlives the main process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """Ends this worker when the main process is gone; a killed one cannot tell its workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _write(batch: EncodedBatch, writers: dict[str, IndexedWriter], counts: _Counts, on_error: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -12,10 +14,10 @@ from megascale.data.indexed import IndexedDataset
 from megascale.data.sidecar import Sidecar, sidecar_path
 from megascale.data.tokenizer import Tokenizer
 from megascale.utils.errors import UserError
-from megascale.utils.files import sha256_of
 from megascale.utils.progress import progress
 
 _BAR_WIDTH: Final = 40
+_CHUNK_BYTES: Final = 1 << 22
 
 
 def describe_dataset(dataset: IndexedDataset, sidecar: Sidecar | None) -> str:
@@ -121,7 +123,7 @@ def verify_dataset(
         checked.append(f"hashes: not checked, {sidecar_path(dataset.prefix)} does not exist")
         return "\n".join(checked)
     for path, written in ((dataset.bin_path, sidecar.bin), (dataset.idx_path, sidecar.idx)):
-        found = sha256_of(path)
+        found = _hash(path, show_progress)
         if found != written.sha256:
             raise UserError(
                 f"{path} is damaged or was replaced: its SHA-256 is {found}, {sidecar_path(dataset.prefix)} says "
@@ -129,6 +131,16 @@ def verify_dataset(
             )
         checked.append(f"{path.name}: SHA-256 {found} as recorded")
     return "\n".join(checked)
+
+
+def _hash(path: Path, show_progress: bool | None) -> str:
+    """SHA-256 of a file, with a progress bar: a large .bin takes minutes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file, progress(path.stat().st_size, "B", f"hashing {path.name}", show_progress) as bar:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return digest.hexdigest()
 
 
 def _verify_ids(dataset: IndexedDataset, vocab_size: int, show_progress: bool | None) -> str:

@@ -2,6 +2,10 @@
 
 import json
 import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,6 +121,53 @@ def test_a_batch_that_fails_leaves_the_old_data_set(tmp_path, source, model):
     with pytest.raises(UserError):
         run(tmp_path, source, model, overwrite=True)
     assert output_bytes(tmp_path / "out_text_document") == before
+
+
+# A run over an endless input, whose workers leave a file named after their process.
+ENDLESS_RUN = """
+import os, sys, time
+from pathlib import Path
+from megascale.data import preprocess as module
+from megascale.data.text_input import RecordBatch
+from megascale.data.tokenizer import TokenizerFiles
+
+source, model, output = sys.argv[1:]
+encode_batch = module.encode_batch
+
+def encode_and_sign(batch, options):
+    Path(output).with_name(f"worker-{os.getpid()}").touch()
+    return encode_batch(batch, options)
+
+def endless(path, plain_text):
+    while True:
+        yield RecordBatch(path, True, [(1, b'{"text": "the cat sat on the mat"}')] * 100, 0)
+        time.sleep(0.01)
+
+module.encode_batch, module.read_batches = encode_and_sign, endless
+if __name__ == "__main__":
+    files = TokenizerFiles(tokenizer_model=model)
+    module.preprocess(module.PreprocessOptions((source,), output, files, workers=2), show_progress=False)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc to see whether a process lives")
+def test_a_kill_leaves_no_data_set_and_no_worker(tmp_path, source, model):
+    """kill -9 in the middle: nothing has a final name, and the workers notice that they are alone."""
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS_RUN)
+    process = subprocess.Popen([sys.executable, script, source, model.tokenizer_model, tmp_path / "out"])
+    deadline = time.monotonic() + 60
+    try:
+        while len(workers := list(tmp_path.glob("worker-*"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    while any(Path("/proc", worker.name.removeprefix("worker-")).exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_existing_output_is_kept_unless_told(tmp_path, source, model):
