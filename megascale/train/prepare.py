@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from megascale.checkpoint.manifest import Manifest, find_latest, list_checkpoints, read_manifest
-from megascale.config.accounting import describe_run
 from megascale.config.cli import ParsedRun
+from megascale.config.describe import describe_run
 from megascale.config.layout import ParallelLayout
 from megascale.config.resolution import resolve
 from megascale.config.schema import RunConfig, options
 from megascale.config.serialization import numbered, to_yaml
-from megascale.data.build import Sources, build_sources
+from megascale.data.build import Sources, build_sources, stored_vocab_size
 from megascale.data.tokenizer import Tokenizer, build_tokenizer
 from megascale.utils.environment import LaunchEnvironment
 from megascale.utils.errors import UserError
@@ -59,9 +59,7 @@ def prepare(parsed: ParsedRun, environment: LaunchEnvironment) -> PreparedRun:
     tokenizer = attempt(lambda: open_tokenizer(parsed.config))
     start = attempt(lambda: find_start(parsed.config))
     manifest = attempt(lambda: read_manifest(start)) if start else None
-    config = attempt(
-        lambda: resolve(parsed.config, environment.world_size, tokenizer.vocab_size if tokenizer else None)
-    )
+    config = None if problems else attempt(lambda: resolve_run(parsed, tokenizer, manifest))
     sources = attempt(lambda: build_sources(config, tokenizer)) if config else None
     if config and manifest:
         attempt(lambda: require_same_model(config, manifest, start))
@@ -77,6 +75,24 @@ def open_tokenizer(config: RunConfig) -> Tokenizer | None:
     if not (data.tokenizer_model or data.vocab_file):
         return None
     return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
+
+
+def resolve_run(parsed: ParsedRun, tokenizer: Tokenizer | None, manifest: Manifest | None = None) -> RunConfig:
+    """Fill in what the tokenizer, or else the records beside the data sets, say of the vocabulary.
+
+    A global batch size that is not given stays what it was in the checkpoint, also on another number of ranks.
+
+    Raises:
+        UserError: a rule is broken, or the vocabulary stays unknown.
+    """
+    vocab_size = tokenizer.vocab_size if tokenizer else None
+    if vocab_size is None and parsed.config.data.data_path:
+        vocab_size = stored_vocab_size(parsed.config)
+    config = parsed.config
+    if config.train.global_batch_size is None and manifest is not None:
+        before = manifest.config["train"]["global_batch_size"]
+        config = replace(config, train=replace(config.train, global_batch_size=before))
+    return resolve(config, parsed.world_size, vocab_size)
 
 
 def find_start(config: RunConfig) -> Path | None:
@@ -156,7 +172,7 @@ def print_description(parsed: ParsedRun, environment: LaunchEnvironment) -> None
         UserError: the configuration is invalid, or --dry-run names files that are.
     """
     tokenizer = open_tokenizer(parsed.config)
-    config = resolve(parsed.config, parsed.world_size, tokenizer.vocab_size if tokenizer else None)
+    config = resolve_run(parsed, tokenizer)
     sources = build_sources(config, tokenizer) if parsed.dry_run and config.data.data_path else None
     if environment.rank == 0:
         if parsed.print_config:

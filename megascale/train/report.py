@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megascale.config.accounting import describe_run
+from megascale.config.describe import describe_run
 from megascale.config.serialization import to_yaml
 from megascale.parallel.context import ParallelContext
 from megascale.train.plot import plot_loss
