@@ -6,7 +6,7 @@ import pytest
 import regex
 from tokenizers import pre_tokenizers
 
-from megascale.data.cutting import GPT2_PRE_TOKEN, pieces
+from megascale.data.cutting import GPT2_PRE_TOKEN, _is_certain, pieces
 
 # What the expression treats differently, and characters of classes on which libraries of different age may disagree.
 ALPHABET = [
@@ -50,6 +50,27 @@ def test_text_without_white_space_is_cut_between_pre_tokens():
     sizes = [len(piece) for piece in pieces(text, target=500)]
     assert max(sizes) <= 510
     assert len(sizes) >= 11
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "certain"),
+    [
+        ("word", ".", True),
+        (" 北京", "，", True),
+        ("!?", "7", True),
+        # An older library may take U+11F04 (a letter since 2022) for a sign, and then reads "\U00011f04'" and "st".
+        ("'s", "t", False),
+        ("x", "'", False),
+        ("?'", "s", False),
+        ("\U00011f04", ".", False),
+        ("word", "\U00011f04", False),
+        # Python takes U+001C for white space; tokenizers does not.
+        ("word", "\x1c", False),
+        ("\n", "x", False),
+    ],
+)
+def test_cuts_are_made_only_where_libraries_of_any_age_agree(before, after, certain):
+    assert _is_certain(before, after) is certain
 
 
 def test_one_endless_word_stays_whole():

@@ -85,7 +85,10 @@ def test_ids_outside_the_vocabulary_name_their_document():
     # Sample 3 of micro-batch 1 starts at 31: the first id not below 33 is its third token.
     with pytest.raises(UserError, match="data set D, document 3, token 2: id 33 is not below the vocabulary size 33"):
         loader(vocab_size=33).batch(0)
+    # The highest id of the batch is 75.
     assert loader(vocab_size=76).batch(0)
+    with pytest.raises(UserError, match="id 75 is not below the vocabulary size 75"):
+        loader(vocab_size=75).batch(0)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
