@@ -29,8 +29,7 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     gradients = {}
     for d in declared_parameters(model):
-        assert d.parameter.grad is not None, d.name
-        gradients[d.name] = full(d, d.parameter.grad)
+        gradients[d.name] = full(d, gradient_of(d.parameter))
     return gradients
 
 
@@ -39,6 +38,12 @@ def load_full(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for d in declared_parameters(model):
             d.parameter.copy_(slice_of(d, weights[d.name]))
+
+
+def gradient_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient that a backward pass must have left."""
+    assert x.grad is not None, "there is no gradient"
+    return x.grad
 
 
 def difference(ours: torch.Tensor | None, reference: torch.Tensor | None) -> float:

@@ -76,7 +76,9 @@ def _loss_terms(z: torch.Tensor, targets: torch.Tensor, vocabulary: VocabularySl
     if label_smoothing:
         sums.append(z[:, : vocabulary.num_valid_rows].sum(dim=-1))
     z.exp_()
-    sums.append(z.sum(dim=-1))
+    # No rank has the target's logit, which would pass for 0: make loss and gradient nan instead.
+    is_foreign = (targets < 0) | (targets >= vocabulary.size)
+    sums.append(z.sum(dim=-1).masked_fill(is_foreign, float("nan")))
     # One all-reduce for all the sums: the same scalars per token, fewer messages.
     stacked = torch.stack(sums)
     axis.all_reduce_(stacked)
@@ -127,7 +129,8 @@ def vocab_parallel_cross_entropy(
 
     logits [.., v/t] split on the last dim, targets [..] replicated -> losses [..] replicated
 
-    Computed in float32 for half-precision logits. The result can be differentiated once.
+    Computed in float32 for half-precision logits. The result can be differentiated once. The loss and gradient of a
+    target outside the true vocabulary are nan.
     """
     return _VocabParallelCrossEntropy.apply(logits, targets, vocabulary, label_smoothing)
 
@@ -190,6 +193,8 @@ def linear_cross_entropy(
     """Return the weighted sum of the tokens' losses under logits = hidden weight^T, which never exist as a whole.
 
     hidden [n, h] replicated, weight [v/t, h] split on dim 0, targets, token_weights [n] -> scalar float64, replicated
+
+    A target outside the true vocabulary makes the result and the gradients nan, even if its weight is 0.
 
     The gradient of `hidden` is this rank's part only: the caller enters through f (`copy_to_ranks`), whose backward
     pass sums the parts.

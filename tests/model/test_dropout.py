@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -118,3 +119,28 @@ def test_hidden_dropout_is_the_same_at_every_tensor_parallel_size(ranks) -> None
             assert ours == pytest.approx(expected, rel=1e-8, abs=1e-10)
     serial, parallel = ranks(ParallelLayout(tp=1), _gradients, 0.3)[0], ranks(ParallelLayout(tp=2), _gradients, 0.3)[0]
     assert parallel[0] != pytest.approx(serial[0], rel=1e-3)
+
+
+def _what_ranks_drop(context: ParallelContext, bug: bool) -> tuple[list[float], list[float]]:
+    """Return the first block's attention context, from heads of equal weights, and the final hidden states."""
+    model = tiny_gpt(context, num_layers=1, hidden_dropout=0.3, attention_dropout=0.3)
+    attention = model.get_submodule("blocks.0.attention")
+    assert isinstance(attention, CausalSelfAttention)
+    with torch.no_grad():
+        one_head = torch.randn(12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        attention.qkv.weight.copy_(one_head.repeat(attention.num_local_heads, 1))
+    seen: list[torch.Tensor] = []
+    attention.output.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
+    model.streams.start(step=0, micro_batch=0)
+    one_stream = mock.patch.object(RandomStreams, "model_parallel", return_value=nullcontext())
+    with one_stream if bug else nullcontext():
+        hidden = model.hidden_states(tiny_batch()[0])
+    return seen[0].flatten().tolist(), hidden.flatten().tolist()
+
+
+def test_ranks_drop_other_attention_weights_and_the_same_hidden_elements(ranks) -> None:
+    first, second = ranks(ParallelLayout(tp=2), _what_ranks_drop, False)
+    assert first[0] != second[0]
+    assert first[1] == second[1], "bit for bit"
+    first, second = ranks(ParallelLayout(tp=2), _what_ranks_drop, True)
+    assert first[0] == second[0], "from the shared stream, heads of equal weights would drop the same"

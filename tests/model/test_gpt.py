@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megascale.config.accounting import num_parameters, num_parameters_per_rank
 from megascale.config.layout import ParallelLayout
 from megascale.config.schema import DataConfig, ModelConfig, RunConfig
-from megascale.model import attention, gpt
+from megascale.model import gpt
 from megascale.model.gpt import GPT
 from megascale.parallel.context import ParallelContext, single_process
 from megascale.parallel.random import RandomStreams
@@ -85,7 +85,7 @@ def _compare_with_bug(context: ParallelContext, bug: str) -> dict[str, float]:
         with mock.patch.object(gpt, "copy_to_ranks", lambda x, axis: x):
             return _compare(context)
     if bug == "not causal":
-        with mock.patch.object(attention.F, "scaled_dot_product_attention", _sees_the_future):
+        with mock.patch.object(F, "scaled_dot_product_attention", _sees_the_future):
             return _compare(context)
     if bug == "exact GeLU":
         with mock.patch.object(F, "gelu", lambda x, approximate: 0.5 * x * (1 + torch.erf(x / 2**0.5))):
@@ -97,8 +97,10 @@ def _compare_with_bug(context: ParallelContext, bug: str) -> dict[str, float]:
 _ATTENTION = F.scaled_dot_product_attention
 
 
-def _sees_the_future(*tensors: torch.Tensor, dropout_p: float, is_causal: bool) -> torch.Tensor:
-    return _ATTENTION(*tensors, dropout_p=dropout_p, is_causal=False)
+def _sees_the_future(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool
+) -> torch.Tensor:
+    return _ATTENTION(query, key, value, dropout_p=dropout_p, is_causal=False)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def _leak_of_the_future(context: ParallelContext, bug: bool) -> tuple[float, flo
     changed = tokens.clone()
     changed[:, 6] = (changed[:, 6] + 1) % VOCAB
     patched = _sees_the_future if bug else _ATTENTION
-    with torch.no_grad(), mock.patch.object(attention.F, "scaled_dot_product_attention", patched):
+    with torch.no_grad(), mock.patch.object(F, "scaled_dot_product_attention", patched):
         change = (model.logits(changed) - model.logits(tokens)).abs()
     return change[:, :6].max().item(), change[:, 6:].max().item()
 

@@ -18,7 +18,7 @@ from megascale.parallel import layers
 from megascale.parallel.context import ParallelContext, single_process
 from megascale.parallel.random import RandomStreams
 from megascale.parallel.sharding import declared_parameters, initialise
-from tests.full import difference, full, full_weights
+from tests.full import difference, full, full_weights, gradient_of
 from tests.model.plain_gpt2 import plain_gpt2, plain_name, to_plain
 from tests.model.tiny import TINY, tiny_batch, tiny_gpt
 from tests.optim.toy import Toy, random_gradients, set_gradients, toy_config
@@ -168,7 +168,7 @@ def _toy_after(context: ParallelContext, resume_at: int | None, **changes: Any) 
         optimizer.zero_gradients()
         set_gradients(model, random_gradients(seed=step))
         if step == 2 and "fp16" in changes:
-            model.get_parameter("norm").grad[0] = float("inf")
+            gradient_of(model.get_parameter("norm"))[0] = float("inf")
         optimizer.step(1.0)
     found = {name: full(d, tensor).flatten().tolist() for name, tensor, d in optimizer.tensors()}
     found |= {name: parameter.float().flatten().tolist() for name, parameter in model.named_parameters()}

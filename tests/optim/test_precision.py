@@ -13,6 +13,7 @@ from megascale.optim.build import ModelOptimizer, NonFiniteGradients, StepResult
 from megascale.optim.precision import LossScaler
 from megascale.parallel.context import ParallelContext, single_process
 from megascale.parallel.sharding import initialise
+from tests.full import gradient_of
 from tests.model.tiny import tiny_batch, tiny_gpt
 from tests.optim.toy import Toy, random_gradients, set_gradients, toy_config
 
@@ -34,7 +35,7 @@ def test_updates_below_halfs_resolution_gather_in_the_master(precision: str) -> 
     without_master = torch.nn.Parameter(torch.ones(5, dtype=HALF[precision]))
     adamw = torch.optim.AdamW([without_master], lr=lr, weight_decay=0.0)
     for _ in range(steps):
-        norm.grad.fill_(1.0)
+        gradient_of(norm).fill_(1.0)
         optimizer.step(1.0)
         without_master.grad = torch.ones_like(without_master)
         adamw.step()
@@ -49,7 +50,7 @@ def test_updates_below_halfs_resolution_gather_in_the_master(precision: str) -> 
 @pytest.mark.parametrize("precision", HALF)
 def test_the_model_is_half_and_trains_as_in_float32(precision: str) -> None:
     """The first masters are the float32 weights unrounded; 20 steps stay near the float32 ones."""
-    context, losses = single_process(), {}
+    context, losses = single_process(), dict[str, list[float]]()
     for name in ("fp32", precision):
         model = tiny_gpt(context, torch.float32)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -97,7 +98,7 @@ def _overflow(context: ParallelContext, where: str) -> tuple[StepResult, bool, i
     before = [tensor.clone() for _, tensor, _ in optimizer.tensors()]
     set_gradients(model, random_gradients(seed=1))
     if context.tp.rank == 1:
-        model.get_parameter(where).grad[0] = float("inf")
+        gradient_of(model.get_parameter(where))[0] = float("inf")
     first = optimizer.step(1.0)
     unchanged = all(torch.equal(a, tensor) for a, (_, tensor, _) in zip(before, optimizer.tensors(), strict=True))
     num_updates, state = optimizer.num_updates, optimizer.scaler.state()
@@ -119,14 +120,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, where: str) -> Non
 def test_float32_does_not_hide_a_nan() -> None:
     for flags in ({}, {"bf16": True}, {"fp16": True, "loss_scale": 8.0}):
         model, optimizer = _optimizer(single_process(), **flags)
-        model.get_parameter("norm").grad[0] = float("nan")
+        gradient_of(model.get_parameter("norm"))[0] = float("nan")
         with pytest.raises(NonFiniteGradients, match="at update 1"):
             optimizer.step(1.0)
 
 
 def test_an_overflow_at_the_smallest_scale_is_divergence() -> None:
     model, optimizer = _optimizer(single_process(), fp16=True, initial_loss_scale=4.0, min_loss_scale=1.0, hysteresis=1)
-    model.get_parameter("norm").grad[0] = float("inf")
+    gradient_of(model.get_parameter("norm"))[0] = float("inf")
     for scale in (2.0, 1.0):
         assert optimizer.step(1.0).skipped
         assert optimizer.scaler.scale == scale
@@ -155,7 +156,7 @@ class _MegatronScaler:
         self.iteration += 1
 
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "Megatron-LM": {},
     "Ott et al.": {"initial_loss_scale": 128.0, "loss_scale_window": 2000, "hysteresis": 1},
     "small": {"initial_loss_scale": 2.0**4, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 0.5},

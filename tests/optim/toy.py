@@ -39,11 +39,11 @@ def toy_config(**changes: Any) -> RunConfig:
     return config
 
 
-def set_gradients(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+def set_gradients(model: Toy, values: dict[str, torch.Tensor]) -> None:
     """Write this rank's part of global gradients into the model's."""
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        spec, axis = model.parameter_specs[name], model.axis  # type: ignore[index,union-attr]
+        spec, axis = model.parameter_specs[name], model.axis
         piece = values[name] if spec.split_dim is None else axis.shard(values[name], spec.split_dim)
         parameter.grad.copy_(piece)
 

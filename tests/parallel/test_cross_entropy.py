@@ -7,6 +7,7 @@ the fourth nothing but padding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from megascale.parallel import cross_entropy
 from megascale.parallel.collectives import copy_to_ranks
 from megascale.parallel.context import Axis, ParallelContext, single_process
 from megascale.parallel.cross_entropy import VocabularySlice, linear_cross_entropy, vocab_parallel_cross_entropy
-from tests.full import difference
+from tests.full import difference, gradient_of
 
 EXACT = 1e-12
 VOCAB, PADDED, HIDDEN, TOKENS = 37, 64, 6, 11
@@ -51,7 +52,7 @@ def _compare_loss(
     mine = context.tp.shard(logits, -1).clone().requires_grad_()
     losses = vocab_parallel_cross_entropy(mine, targets, vocabulary or _vocabulary(context), smoothing)
     losses.backward(cotangent)
-    gradient = context.tp.all_gather(mine.grad, -1)
+    gradient = context.tp.all_gather(gradient_of(mine), -1)
     return (
         difference(losses.detach(), expected.detach()),
         difference(gradient, expected_logits.grad),
@@ -86,13 +87,14 @@ def _without_max(all_reduce: Callable) -> Callable:
 
 def _compare_loss_with(context: ParallelContext, bug: str) -> tuple[float, float]:
     axis, vocabulary = context.tp, _vocabulary(context)
+    patch: Any
     if bug == "largest logit not subtracted":
         patch = mock.patch.object(torch.Tensor, "amax", _no_largest)
     elif bug == "largest logit of this rank only":
         patch = mock.patch.object(Axis, "all_reduce_", _without_max(Axis.all_reduce_))
     else:
         # The size is the padded one: everywhere, or in the share that smoothing gives each token.
-        valid_rows = vocabulary.num_rows if bug == "padding counts" else vocabulary.num_valid_rows
+        valid_rows: Any = vocabulary.num_rows if bug == "padding counts" else vocabulary.num_valid_rows
         patch = mock.patch.object(VocabularySlice, "num_valid_rows", valid_rows)
         vocabulary = VocabularySlice(axis, PADDED, vocabulary.num_rows)
     with patch:
@@ -139,8 +141,8 @@ def _compare_head(
     return {
         "loss": difference(total.detach(), expected.detach()),
         "hidden": difference(given.grad, expected_hidden.grad),
-        "weight": difference(axis.all_gather(mine.grad, 0), expected_weight.grad),
-        "unweighted token": given.grad[1].abs().max().item(),
+        "weight": difference(axis.all_gather(gradient_of(mine), 0), expected_weight.grad),
+        "unweighted token": gradient_of(given)[1].abs().max().item(),
     }
 
 
@@ -189,7 +191,7 @@ def _check_loss_numerically(context: ParallelContext) -> float:
     numeric = (loss(1e-5) - loss(-1e-5)).item() / 2e-5
     logits.requires_grad_()
     loss(0.0).backward()
-    analytic = axis.sum_floats([(logits.grad * direction).sum().item()])[0]
+    analytic = axis.sum_floats([(gradient_of(logits) * direction).sum().item()])[0]
     return abs(analytic - numeric) / abs(numeric)
 
 
@@ -206,6 +208,26 @@ def test_the_loss_cannot_be_differentiated_twice_by_mistake() -> None:
         loss.backward()
 
 
+def _foreign_targets(context: ParallelContext) -> tuple[list[bool], list[bool], bool]:
+    """Which tokens' losses and gradients are nan when every second target is outside the vocabulary."""
+    foreign = torch.tensor([0, -1, 36, 37, 5, -100, 6, 63, 7, 64, 8])
+    mine = context.tp.shard(_random(TOKENS, PADDED, seed=1), -1).clone().requires_grad_()
+    losses = vocab_parallel_cross_entropy(mine, foreign, _vocabulary(context), 0.1)
+    losses.sum().backward()
+    hidden, weight = _random(TOKENS, HIDDEN, seed=3), context.tp.shard(_random(PADDED, HIDDEN, seed=4), 0)
+    no_weights = torch.zeros(TOKENS)
+    total = linear_cross_entropy(hidden, weight, foreign, no_weights, _vocabulary(context))
+    return losses.isnan().tolist(), gradient_of(mine).isnan().any(-1).tolist(), bool(total.isnan())
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_target_outside_the_vocabulary_is_not_passed_over(ranks, tp: int) -> None:
+    odd = [index % 2 == 1 for index in range(TOKENS)]
+    for losses, gradients, total in ranks(ParallelLayout(tp=tp), _foreign_targets):
+        assert losses == gradients == odd
+        assert total
+
+
 def _half_gradients(context: ParallelContext, dtype: torch.dtype, factor: float) -> tuple[float, float]:
     """Compare the gradient of the loss times `factor` with float64 from the same half-precision inputs."""
     axis = context.tp
@@ -218,11 +240,11 @@ def _half_gradients(context: ParallelContext, dtype: torch.dtype, factor: float)
         copy_to_ranks(given, axis), mine, _targets(), torch.ones(TOKENS), _vocabulary(context), 0.0, factor
     )
     (total * factor).backward()
-    assert given.grad.dtype == mine.grad.dtype == dtype
+    assert gradient_of(given).dtype == gradient_of(mine).dtype == dtype
     assert total.dtype == torch.float64
     return (
-        difference(given.grad.double() / factor, expected_hidden.grad),
-        difference(axis.all_gather(mine.grad, 0).double() / factor, expected_weight.grad),
+        difference(gradient_of(given).double() / factor, expected_hidden.grad),
+        difference(axis.all_gather(gradient_of(mine), 0).double() / factor, expected_weight.grad),
     )
 
 

@@ -25,7 +25,7 @@ from megascale.parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from tests.full import difference, full_gradients, load_full
+from tests.full import difference, full_gradients, gradient_of, load_full
 
 EXACT = 1e-12
 DOUBLE = (torch.float64, torch.device("cpu"))
@@ -64,7 +64,7 @@ def _compare_linear(
     y.backward(cotangent if splits_input else axis.shard(cotangent, -1))
     gradients = full_gradients(layer)
     full_y = y.detach() if splits_input else axis.all_gather(y.detach(), -1)
-    full_dx = axis.all_gather(given.grad, -1) if splits_input else given.grad
+    full_dx = axis.all_gather(gradient_of(given), -1) if splits_input else given.grad
     return {
         "y": difference(full_y, expected.detach()),
         "dx": difference(full_dx, expected_x.grad),
