@@ -8,6 +8,7 @@ Runs the same commands a user would type, and shows each before it runs. No down
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ def main() -> None:
         "--output", type=Path, default=Path("demo"), help="folder to fill; a former demo there is removed"
     )
     parser.add_argument(
-        "--train-iters", type=int, default=300, help="training steps; the run is stopped and resumed half-way"
+        "--train-iters", type=int, default=1000, help="training steps; the run is stopped and resumed half-way"
     )
     arguments = parser.parse_args()
     output: Path = arguments.output
@@ -49,8 +50,8 @@ def main() -> None:
     half = max(1, arguments.train_iters // 2)
     training = [
         *("--model", "gpt2-tiny", "--data-path", output / "demo_text_document", "--tokenizer-model", tokenizer),
-        *("--tensor-model-parallel-size", 2, "--train-iters", arguments.train_iters, "--eval-interval", half),
-        *("--save", run, "--log-interval", 10),
+        *("--tensor-model-parallel-size", 2, "--train-iters", arguments.train_iters),
+        *("--save", run, "--log-interval", 20),
     ]
     show("4. Training: one model split over two processes, stopped half-way")
     torchrun(*training, "--exit-interval", half)
@@ -89,7 +90,8 @@ def execute(command: list[str]) -> None:
     here = Path.cwd()
     shown = [Path(word).relative_to(here).as_posix() if word.startswith(f"{here}/") else word for word in command]
     print(f"$ {shlex.join(['python', *shown[1:]])}", flush=True)
-    code = subprocess.run(command).returncode
+    # One thread per process; torchrun would choose the same, with a warning.
+    code = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
     if code:
         sys.exit(f"error: the demo stopped, since the command above ended with exit code {code}")
 
@@ -102,7 +104,7 @@ def summary(run: Path, seconds: float) -> str:
     return (
         f"\n== Done in {seconds / 60:.1f} minutes: {train[-1]['tokens']:,} tokens\n"
         f"training loss   {train[0]['loss']:.3f} -> {train[-1]['loss']:.3f}\n"
-        f"validation loss {validation[0]['loss']:.3f} (half-way) -> {validation[-1]['loss']:.3f}\n"
+        f"validation loss {validation[0]['loss']:.3f} (first) -> {validation[-1]['loss']:.3f}\n"
         f"picture of both {run / LOSS_PICTURE}"
     )
 

@@ -41,15 +41,22 @@ def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int, tp: int =
 PRESETS: Mapping[str, Preset] = {
     # Minutes on a laptop; its own choice of everything, and whatever vocabulary the tokenizer has.
     "gpt2-tiny": {
-        "model": {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4},
-        "schedule": {"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_iters": 20},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            # A pass or two over a small corpus does not overfit.
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "schedule": {"lr": 1.5e-3, "min_lr": 1e-4, "lr_warmup_iters": 20},
         "data": {"seq_length": 128},
         "train": {
             "micro_batch_size": 8,
-            "global_batch_size": 16,
-            "train_iters": 300,
+            "global_batch_size": 8,
+            "train_iters": 1000,
             "eval_interval": 100,
-            "eval_iters": 10,
+            "eval_iters": 20,
         },
     },
     # Radford et al. 2019, the smallest GPT-2, with the recipe of the others.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
@@ -100,7 +100,7 @@ class BatchLoader:
         num_micro_batches = self.global_batch_size // (self.micro_batch_size * self.dp_size)
         return self._batch(first_sample, num_micro_batches, end=None)
 
-    def iterate(self, first_sample: int, num_batches: int | None) -> Iterator[Batch]:
+    def iterate(self, first_sample: int, num_batches: int | None) -> Generator[Batch, None, None]:
         """`num_batches` consecutive batches (None: without end), prepared by one thread, up to two ahead.
 
         Errors of that thread are raised here. Closing the iterator, or dropping it, ends the thread.
@@ -174,7 +174,7 @@ class _Finished:
     """Says that the reading thread has no more items."""
 
 
-def prefetched(items: Iterable[Item], depth: int) -> Iterator[Item]:
+def prefetched(items: Iterable[Item], depth: int) -> Generator[Item, None, None]:
     """The same items, computed by one thread that runs up to `depth` of them ahead.
 
     The thread starts when the first item is asked for. An exception in it is raised to the consumer after the items

@@ -13,7 +13,7 @@ from megascale.config.describe import describe_run
 from megascale.config.layout import ParallelLayout
 from megascale.config.resolution import resolve
 from megascale.config.schema import RunConfig, options
-from megascale.config.serialization import numbered, to_yaml
+from megascale.config.serialization import numbered, to_dict, to_yaml
 from megascale.data.build import Sources, build_sources, stored_vocab_size
 from megascale.data.tokenizer import Tokenizer, build_tokenizer
 from megascale.utils.environment import LaunchEnvironment
@@ -89,7 +89,8 @@ def resolve_run(parsed: ParsedRun, tokenizer: Tokenizer | None, manifest: Manife
     if vocab_size is None and parsed.config.data.data_path:
         vocab_size = stored_vocab_size(parsed.config)
     config = parsed.config
-    if config.train.global_batch_size is None and manifest is not None:
+    # Unresolved, a field may be None although its type is that of the resolved one.
+    if manifest is not None and to_dict(config)["train"]["global_batch_size"] is None:
         before = manifest.config["train"]["global_batch_size"]
         config = replace(config, train=replace(config.train, global_batch_size=before))
     return resolve(config, parsed.world_size, vocab_size)

@@ -167,7 +167,7 @@ def test_a_run_directory_holds_everything(flags, tmp_path) -> None:
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     train = [r for r in records if r["kind"] == "train"]
     assert [r["step"] for r in train] == [1, 2, 3, 4, 5, 6]
-    expected = "step samples tokens loss lr grad_norm loss_scale seconds tokens_per_second".split()
+    expected = ["step", "samples", "tokens", "loss", "lr", "grad_norm", "loss_scale", "seconds", "tokens_per_second"]
     assert set(expected) <= set(train[0])
     assert [r["step"] for r in records if r["kind"] == "validation"] == [3, 6]
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())

@@ -13,8 +13,8 @@ from megascale.parallel.context import ParallelContext
 from megascale.train.metrics import METRICS_FILE, keep_records, read_records
 from tests.train.training import assemble, build_trainer, exact_records, losses, small_config, train_on_rank
 
-# Everything random or stateful at once: dropout in both streams, accumulation, recomputation, loss scaling with overflows
-# (a scale that starts far too high, so that the first steps are skipped).
+# Everything random or stateful at once: dropout in both streams, accumulation, recomputation, loss scaling with
+# overflows (a scale that starts far too high, so that the first steps are skipped).
 CASES = {
     "float64": {"train": {"params_dtype": "float64", "micro_batch_size": 2}},
     "float32-recompute": {"train": {"params_dtype": "float32", "micro_batch_size": 2, "recompute_granularity": "full"}},
