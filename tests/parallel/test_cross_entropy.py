@@ -261,6 +261,19 @@ def test_half_precision_gradients_are_scaled_before_they_are_rounded(ranks) -> N
     assert ranks(layout, _half_gradients, torch.float16, unscaled) == [(1.0, 1.0)] * 2
 
 
+def test_many_chunks_of_bfloat16_add_up() -> None:
+    """600 equal terms, one per chunk: a sum kept in bfloat16 would stall at 256 of them."""
+    context, tokens = single_process(), 600
+    hidden = _random(1, HIDDEN, seed=3).bfloat16().expand(tokens, -1)
+    weight = _random(PADDED, HIDDEN, seed=4).bfloat16().requires_grad_()
+    expected_weight = weight.detach().double().requires_grad_()
+    targets = torch.full((tokens,), 7)
+    F.cross_entropy((hidden.double() @ expected_weight.t())[:, :VOCAB], targets, reduction="sum").backward()
+    with mock.patch.dict(cross_entropy._CHUNK_BYTES, {"cpu": 4 * PADDED}):
+        linear_cross_entropy(hidden, weight, targets, torch.ones(tokens), _vocabulary(context)).backward()
+    assert difference(gradient_of(weight).double(), expected_weight.grad) < 1e-2
+
+
 def _bytes_moved(context: ParallelContext, smoothing: float) -> tuple[int, int]:
     logits = context.tp.shard(_random(TOKENS, PADDED, seed=1).float(), -1).clone().requires_grad_()
     with context.recording() as records:
