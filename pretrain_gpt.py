@@ -60,7 +60,8 @@ def pretrain(run: PreparedRun, environment: LaunchEnvironment) -> None:
             recompute_blocks=train.recompute_granularity == "full",
             label_smoothing=train.label_smoothing,
         )
-        initialise(model, train.seed)
+        if run.start is None:
+            initialise(model, train.seed)
         optimizer = ModelOptimizer(model, config, context.tp, context.dp)
         state = load_snapshot(run.start, optimizer) if run.start else TrainState()
         directory = open_run_directory(run, context)

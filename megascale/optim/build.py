@@ -70,6 +70,9 @@ class ModelOptimizer:
     def zero_gradients(self) -> None:
         self.gradients.zero_()
 
+    def expect_last_backward(self) -> None:
+        """Take note that the next backward pass is the update's last: gradients are final as it leaves them."""
+
     def step(self, normaliser: float) -> StepResult:
         """Reduce the gradients over data-parallel ranks, clip them and update the weights.
 

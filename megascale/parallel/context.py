@@ -60,6 +60,18 @@ class CollectiveLog:
 
 
 @dataclass(frozen=True)
+class Pending:
+    """A collective under way. Its tensors must not be read or written before `wait` returns."""
+
+    work: dist.Work | None = None
+
+    def wait(self) -> None:
+        """Block (on CUDA: the current stream) until the collective is done."""
+        if self.work is not None:
+            self.work.wait()
+
+
+@dataclass(frozen=True)
 class Axis:
     """One parallel axis as this rank sees it: its `rank` of `size`, and the collectives along it.
 
@@ -92,6 +104,32 @@ class Axis:
             return
         self.log.add("all_reduce", self.name, x)
         dist.all_reduce(x, op=op, group=self.group)
+
+    def start_all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """Start reducing a contiguous `x` over the axis in place."""
+        if self.size == 1:
+            return Pending()
+        self.log.add("all_reduce", self.name, x)
+        return Pending(dist.all_reduce(x, op=op, group=self.group, async_op=True))
+
+    def start_reduce_scatter(self, x: torch.Tensor, output: torch.Tensor) -> Pending:
+        """Start summing `x` over the axis, each rank keeping its slice of the first dim.
+
+        x [size * n, ..] per rank, contiguous -> output [n, ..], contiguous
+        """
+        if self.size == 1:
+            output.copy_(x)
+            return Pending()
+        self.log.add("reduce_scatter", self.name, x)
+        return Pending(dist.reduce_scatter_tensor(output, x, group=self.group, async_op=True))
+
+    def start_all_gather(self, x: torch.Tensor, output: torch.Tensor) -> Pending:
+        """Start joining the ranks' contiguous `x` along the first dim. x [n, ..] -> output [size * n, ..]."""
+        if self.size == 1:
+            output.copy_(x)
+            return Pending()
+        self.log.add("all_gather", self.name, x)
+        return Pending(dist.all_gather_into_tensor(output, x, group=self.group, async_op=True))
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the ranks' `x` joined along `dim` in rank order, on every rank.

@@ -27,8 +27,9 @@ from megascale.parallel.random import RandomStreams
 from megascale.train.clock import StepClock
 from megascale.train.faults import StopSignals
 from megascale.train.metrics import RunMetrics
+from megascale.train.micro_batches import MicroBatchRunner
 from megascale.train.state import TrainState
-from megascale.train.validate import ValidationResult, to_device, validate
+from megascale.train.validate import ValidationResult, validate
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Trainer:
         save: Callable[[TrainState], object],
     ) -> None:
         self.config, self.context = config, context
-        self.model, self.optimizer, self.streams = model, optimizer, streams
+        self.model, self.optimizer = model, optimizer
+        self.runner = MicroBatchRunner(model, streams, context.device)
         self.train_loader, self.valid_loader = train_loader, valid_loader
         self.state, self.metrics, self.save = state, metrics, save
         self._signals = StopSignals()
@@ -122,19 +124,16 @@ class Trainer:
         self.optimizer.zero_gradients()
         nominal = float(self.samples_per_step * self._seq_length)
         gradient_scale = self.optimizer.scaler.scale / nominal
-        losses, num_scored_tokens = [], 0.0
-        for micro_batch in batch.micro_batches:
-            self.streams.start(self.state.step, micro_batch.index)
-            loss = self.model(*to_device(micro_batch, self.context.device), gradient_scale)
-            (loss * gradient_scale).backward()
-            losses.append(loss.detach())
-            num_scored_tokens += float(micro_batch.loss_weights.sum())
+        local_loss = self.runner.run(
+            batch.micro_batches, self.state.step, gradient_scale, before_last=self.optimizer.expect_last_backward
+        )
+        local_tokens = sum(float(micro_batch.loss_weights.sum()) for micro_batch in batch.micro_batches)
         # Ranks of one replica computed the same loss: its tensor-parallel rank 0 counts it.
         counts = self.context.tp.rank == 0
         sum_loss, counted, stop = self.context.world.sum_floats(
             [
-                sum(loss.item() for loss in losses) if counts else 0.0,
-                num_scored_tokens if counts else 0.0,
+                local_loss if counts else 0.0,
+                local_tokens if counts else 0.0,
                 float(self._signals.received is not None),
             ]
         )

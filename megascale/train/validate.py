@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megascale.data.loader import Batch, MicroBatch
+from megascale.data.loader import Batch
 from megascale.parallel.context import ParallelContext
+from megascale.train.micro_batches import to_device
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,3 @@ def validate(model: nn.Module, batches: Iterator[Batch], context: ParallelContex
     model.train()
     sum_loss, num_scored_tokens = context.dp.sum_floats([sum_loss, num_scored_tokens])
     return ValidationResult(sum_loss, round(num_scored_tokens))
-
-
-def to_device(micro_batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens, targets (int64) and loss weights (float32) [b, s] on the device."""
-    arrays = (micro_batch.tokens, micro_batch.targets, micro_batch.loss_weights)
-    tokens, targets, loss_weights = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
-    return tokens, targets, loss_weights
