@@ -6,6 +6,7 @@ from megascale.config.facts import Constraint, Facts, Violation
 from megascale.config.ranges import RANGE_CONSTRAINTS
 from megascale.config.rules_input import INPUT_CONSTRAINTS
 from megascale.config.rules_layout import LAYOUT_CONSTRAINTS
+from megascale.config.rules_pipeline import PIPELINE_CONSTRAINTS
 from megascale.config.rules_training import TRAINING_CONSTRAINTS
 from megascale.config.schema import RunConfig
 from megascale.config.serialization import numbered
@@ -17,6 +18,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     *INPUT_CONSTRAINTS,
     *RANGE_CONSTRAINTS,
     *LAYOUT_CONSTRAINTS,
+    *PIPELINE_CONSTRAINTS,
     *TRAINING_CONSTRAINTS,
 )
 

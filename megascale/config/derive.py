@@ -19,19 +19,28 @@ def derive(config: RunConfig, world_size: int, tokenizer_vocab_size: int | None 
     """
     model, data, train, schedule = config.model, config.data, config.train, config.schedule
     if model.hidden_size is not None:
-        model = _fill(model, "ffn_hidden_size", 4 * model.hidden_size)
+        model = _fill(model, "ffn_hidden_size", _ffn_hidden_size(model.hidden_size, model.activation))
+    model = _fill(model, "num_query_groups", model.num_attention_heads)
     model = _fill(model, "max_position_embeddings", data.seq_length)
     model = _fill(model, "vocab_size", tokenizer_vocab_size)
     data = _fill(data, "tokenizer_type", _tokenizer_type_of_files(config))
-    tp = config.parallel.tensor_model_parallel_size
-    if tp > 0 and world_size % tp == 0:
-        train = _fill(train, "global_batch_size", train.micro_batch_size * (world_size // tp))
+    ranks_per_model = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    if ranks_per_model > 0 and world_size % ranks_per_model == 0:
+        train = _fill(train, "global_batch_size", train.micro_batch_size * (world_size // ranks_per_model))
     schedule = _fill(schedule, "lr_decay_iters", train.train_iters)
     return replace(config, model=model, data=data, train=train, schedule=schedule)
 
 
 def _fill(section: Any, name: str, value: object) -> Any:
     return section if getattr(section, name) is not None else replace(section, **{name: value})
+
+
+def _ffn_hidden_size(hidden_size: int, activation: str) -> int:
+    """Return 4h, or for the three matrices of SwiGLU as many parameters (Shazeer 2020, arXiv:2002.05202, section 2).
+
+    8h/3 is rounded up to a multiple of 64, so that any usual tensor-parallel size divides it.
+    """
+    return 4 * hidden_size if activation != "swiglu" else -(-8 * hidden_size // (3 * 64)) * 64
 
 
 def _tokenizer_type_of_files(config: RunConfig) -> str | None:

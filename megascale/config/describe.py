@@ -10,6 +10,7 @@ from megascale.config.accounting import (
     tokens_per_run,
 )
 from megascale.config.layout import ParallelLayout
+from megascale.config.pipeline import bubble_fraction, num_chunks
 from megascale.config.resolution import resolve
 from megascale.config.schema import RunConfig
 
@@ -23,11 +24,16 @@ def describe_run(config: RunConfig, world_size: int) -> str:
         UserError: a rule is broken, or the size of the vocabulary is not known.
     """
     config = resolve(config, world_size)
-    layout = ParallelLayout.of_world(world_size, config.parallel.tensor_model_parallel_size)
+    parallel = config.parallel
+    layout = ParallelLayout.of_world(
+        world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    )
     lines = [("model", _model(config)), ("parameters", _parameters(config, layout)), ("layout", _layout(layout))]
+    lines += [("pipeline", _pipeline(config, layout))] if layout.pp > 1 else []
     lines += [("batch", _batch(config, layout)), ("tokens", _tokens(config)), ("FLOPs", _flops(config, layout))]
     text = "\n".join(f"{title:<12}{content}" for title, content in lines)
-    return f"{text}\n\nrank map (tp: position in the model, dp: replica)\n{layout.rank_table()}"
+    stage = ", pp: stage of its layers" if layout.pp > 1 else ""
+    return f"{text}\n\nrank map (tp: slice of each layer, dp: replica of the model{stage})\n{layout.rank_table()}"
 
 
 def _model(config: RunConfig) -> str:
@@ -48,7 +54,18 @@ def _parameters(config: RunConfig, layout: ParallelLayout) -> str:
 
 def _layout(layout: ParallelLayout) -> str:
     replicas, ranks = _count(layout.dp, "data-parallel replica"), _count(layout.tp, "tensor-parallel rank")
-    return f"{_count(layout.world_size, 'rank')} = {replicas} of {ranks}"
+    stages = f"{_count(layout.pp, 'pipeline stage')} of " if layout.pp > 1 else ""
+    return f"{_count(layout.world_size, 'rank')} = {replicas} of {stages}{ranks}"
+
+
+def _pipeline(config: RunConfig, layout: ParallelLayout) -> str:
+    chunks, micro_batches = num_chunks(config), num_micro_batches(config, layout.dp)
+    bubble = bubble_fraction(layout.pp, chunks, micro_batches)
+    interleaved = f"interleaved, {chunks} runs of layers per rank" if chunks > 1 else "one run of layers per rank"
+    return (
+        f"{layout.pp * chunks} stages of {_count(config.model.num_layers // (layout.pp * chunks), 'layer')} "
+        f"({interleaved}); idle {100 * bubble:.3g}% of the time that a step computes"
+    )
 
 
 def _batch(config: RunConfig, layout: ParallelLayout) -> str:
@@ -68,7 +85,8 @@ def _tokens(config: RunConfig) -> str:
 
 def _flops(config: RunConfig, layout: ParallelLayout) -> str:
     per_step = flops_per_iteration(config)
-    recompute = "with" if config.train.recompute_granularity == "full" else "without"
+    granularity = config.train.recompute_granularity
+    recompute = "without" if granularity == "none" else f"with {granularity}"
     return (
         f"{per_step:.4g} per step {recompute} recomputation, {per_step / layout.world_size:.4g} of them per rank; "
         f"{per_step * config.train.train_iters:.4g} in the run"

@@ -6,6 +6,7 @@ from megascale.config.facts import Constraint, Facts, divisors, either, nearest_
 __all__ = ["LAYOUT_CONSTRAINTS"]
 
 _TP = "tensor_model_parallel_size"
+_PP = "pipeline_model_parallel_size"
 
 
 def _heads_divide_hidden(facts: Facts) -> str | None:
@@ -43,13 +44,15 @@ def _world_size_as_launched(facts: Facts) -> str | None:
 
 
 def _tp_divides_world(facts: Facts) -> str | None:
-    tp = facts.value(_TP)
-    if facts.world_size % tp == 0:
+    tp, pp = facts.value(_TP), facts.value(_PP)
+    if facts.world_size % (tp * pp) == 0:
         return None
+    stages = f" x {facts.show(_PP)}" if pp > 1 else ""
+    advice = f"; {_valid_tp(facts)}" if facts.world_size % pp == 0 else ""
     return (
-        f"{facts.show_world_size()} is not divisible by {facts.show(_TP)}. Nearest world size: "
-        f"{either(nearest_multiples(facts.world_size, tp))} processes (torchrun --nproc-per-node; --world-size for a "
-        f"--dry-run); {_valid_tp(facts)}."
+        f"{facts.show_world_size()} is not divisible by {facts.show(_TP)}{stages}. Nearest world size: "
+        f"{either(nearest_multiples(facts.world_size, tp * pp))} processes (torchrun --nproc-per-node; --world-size "
+        f"for a --dry-run){advice}."
     )
 
 
@@ -89,13 +92,46 @@ def _tp_divides_vocabulary(facts: Facts) -> str | None:
 
 def _valid_tp(facts: Facts) -> str:
     """Return the tensor-parallel sizes that suit everything that is known, next to the one that does not."""
-    cut = [facts.world_size, facts.value("num_attention_heads"), facts.value("ffn_hidden_size")]
+    pp = facts.value(_PP)
+    # If the world cannot be cut into pipeline stages, no tensor-parallel size mends that.
+    per_stage = facts.world_size // pp if pp > 0 and facts.world_size % pp == 0 else None
+    cut = [per_stage, facts.value("num_attention_heads"), facts.value("ffn_hidden_size")]
     multiple = facts.value("make_vocab_size_divisible_by")
     if facts.value("vocab_size") is not None and multiple > 0:
         cut.append(padded_vocab_size(facts.value("vocab_size"), multiple))
     known = [number for number in cut if number is not None and number > 0]
     fitting = [tp for tp in divisors(min(known)) if all(number % tp == 0 for number in known)]
     return f"{facts.flag(_TP)} that fit everything given: {either(fitting)}"
+
+
+def _sequence_parallel_needs_tp(facts: Facts) -> str | None:
+    if not facts.value("sequence_parallel") or facts.value(_TP) > 1:
+        return None
+    return (
+        f"{facts.show('sequence_parallel')} has no effect with {facts.show(_TP)}: there are no ranks to split the sequence "
+        f"over. Use {facts.flag(_TP)} 2 or more, or drop the flag."
+    )
+
+
+def _tp_divides_sequence(facts: Facts) -> str | None:
+    seq_length, tp = facts.value("seq_length"), facts.value(_TP)
+    if not facts.value("sequence_parallel") or seq_length % tp == 0:
+        return None
+    return (
+        f"{facts.show('seq_length')} is not divisible by {facts.show(_TP)}, over which "
+        f"{facts.flag('sequence_parallel')} splits it. Nearest {facts.flag('seq_length')}: "
+        f"{either(nearest_multiples(seq_length, tp))}; or drop {facts.flag('sequence_parallel')}."
+    )
+
+
+def _overlap_needs_tp(facts: Facts) -> str | None:
+    name = "async_tensor_model_parallel_allreduce"
+    if not facts.value(name) or not facts.chosen(name) or facts.value(_TP) > 1:
+        return None
+    return (
+        f"{facts.show(name)} has no effect with {facts.show(_TP)}: nothing is reduced over one rank. Use "
+        f"{facts.flag(_TP)} 2 or more, or drop the flag."
+    )
 
 
 def _tokenizer_fits_vocabulary(facts: Facts) -> str | None:
@@ -129,8 +165,8 @@ LAYOUT_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "tp-divides-world",
-        (_TP,),
-        "The processes of the run form whole tensor-parallel groups.",
+        (_TP, _PP),
+        "The processes of the run form whole copies of the model: tensor-parallel size x pipeline-parallel size each.",
         _tp_divides_world,
     ),
     Constraint(
@@ -150,6 +186,24 @@ LAYOUT_CONSTRAINTS: tuple[Constraint, ...] = (
         ("vocab_size", "make_vocab_size_divisible_by", _TP),
         "The padded vocabulary is divided evenly in a tensor-parallel group.",
         _tp_divides_vocabulary,
+    ),
+    Constraint(
+        "sequence-parallel-needs-tp",
+        ("sequence_parallel", _TP),
+        "Sequence parallelism splits the sequence over a tensor-parallel group of two or more ranks.",
+        _sequence_parallel_needs_tp,
+    ),
+    Constraint(
+        "tp-divides-sequence",
+        ("seq_length", "sequence_parallel", _TP),
+        "With sequence parallelism, a sample is divided evenly in a tensor-parallel group.",
+        _tp_divides_sequence,
+    ),
+    Constraint(
+        "overlap-needs-tp",
+        ("async_tensor_model_parallel_allreduce", _TP),
+        "Overlapping the reductions of a tensor-parallel group needs one of two or more ranks.",
+        _overlap_needs_tp,
     ),
     Constraint(
         "tokenizer-fits-vocabulary",

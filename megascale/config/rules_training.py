@@ -5,16 +5,19 @@ from megascale.config.facts import Constraint, Facts, divisors, either, nearest_
 __all__ = ["TRAINING_CONSTRAINTS"]
 
 _TP = "tensor_model_parallel_size"
+_PP = "pipeline_model_parallel_size"
 _SCALER_OPTIONS = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
 def _batch_divides(facts: Facts) -> str | None:
     batch, micro, tp = facts.value("global_batch_size"), facts.value("micro_batch_size"), facts.value(_TP)
-    if facts.world_size % tp:
+    ranks_per_model = tp * facts.value(_PP)
+    if facts.world_size % ranks_per_model:
         return None  # there is no data-parallel size; tp-divides-world tells
-    dp = facts.world_size // tp
+    dp = facts.world_size // ranks_per_model
     if batch % (micro * dp) == 0:
         return None
+    stages = f" / {facts.show(_PP)}" if facts.value(_PP) > 1 else ""
     if batch % dp == 0:
         fitting = either(nearest_of(micro, divisors(batch // dp)))
         micro_advice = f"nearest {facts.flag('micro_batch_size')}: {fitting}"
@@ -22,7 +25,7 @@ def _batch_divides(facts: Facts) -> str | None:
         micro_advice = f"no {facts.flag('micro_batch_size')} helps, since {batch} samples cannot be dealt to {dp} ranks"
     return (
         f"{facts.show('global_batch_size')} is not divisible by {micro * dp} = {facts.show('micro_batch_size')} x "
-        f"data-parallel size {dp} ({facts.show_world_size()} / {facts.show(_TP)}). Nearest "
+        f"data-parallel size {dp} ({facts.show_world_size()} / {facts.show(_TP)}{stages}). Nearest "
         f"{facts.flag('global_batch_size')}: {either(nearest_multiples(batch, micro * dp))}; {micro_advice}."
     )
 
@@ -118,7 +121,7 @@ def _interval_needs_save(facts: Facts) -> str | None:
 TRAINING_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "batch-divides",
-        ("global_batch_size", "micro_batch_size", _TP),
+        ("global_batch_size", "micro_batch_size", _TP, _PP),
         "Each data-parallel rank computes the same whole number of micro-batches per step.",
         _batch_divides,
     ),

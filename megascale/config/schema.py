@@ -60,7 +60,7 @@ def required(help: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The network: a GPT-2 decoder."""
+    """The network: a GPT-2 decoder unless told otherwise."""
 
     preset: str | None = option(
         None,
@@ -72,8 +72,13 @@ class ModelConfig:
     num_layers: int = required("transformer layers")
     hidden_size: int = required("width of the residual stream")
     num_attention_heads: int = required("attention heads per layer; each is hidden size / heads wide")
-    ffn_hidden_size: int = option(None, "width inside the MLP", derived="4 x --hidden-size")
-    max_position_embeddings: int = option(None, "learned positions, in tokens", derived="--seq-length")
+    num_query_groups: int = option(
+        None, "groups of attention heads that share one key and one value", derived="--num-attention-heads"
+    )
+    ffn_hidden_size: int = option(
+        None, "width inside the MLP", derived="4 x --hidden-size, with swiglu 8/3 of it rounded up to a multiple of 64"
+    )
+    max_position_embeddings: int = option(None, "positions there are, in tokens", derived="--seq-length")
     vocab_size: int = option(None, "tokens of the vocabulary before padding", derived="the tokenizer's")
     make_vocab_size_divisible_by: int = option(
         1024, "the vocabulary is padded to a multiple of this, whatever the tensor-parallel size"
@@ -83,7 +88,26 @@ class ModelConfig:
     init_method_std: float = option(
         0.02, "standard deviation of initial weights; / sqrt(2 x layers) for those before a residual sum"
     )
-    layernorm_epsilon: float = option(1e-5, "added to the variance in every layer norm")
+    position_embedding_type: Literal["learned_absolute", "rope"] = option(
+        "learned_absolute", "how positions enter: a learned vector each, or by rotating queries and keys"
+    )
+    rotary_base: float = option(10000.0, "base of the wavelengths of rope; the longest is about 2 pi times it, in tokens")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of norm; RMSNorm has no mean and no bias")
+    norm_position: Literal["pre", "post"] = option(
+        "pre", "where the norms are: before each attention and MLP, or after each residual sum"
+    )
+    layernorm_epsilon: float = option(
+        1e-5, "added to the variance (RMSNorm: mean square) in every norm", aliases=("--norm-epsilon",)
+    )
+    activation: Literal["gelu", "relu", "swiglu"] = option(
+        "gelu",
+        "what the MLP does with its inner features; swiglu has a second, gating product",
+        shorthands={"--swiglu": "swiglu"},
+    )
+    disable_bias_linear: bool = option(False, "leave the bias out of every linear layer")
+    untie_embeddings_and_output_weights: bool = option(
+        False, "give the output layer a weight of its own instead of the word embedding's"
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +115,19 @@ class ParallelConfig:
     """How the run is spread over processes."""
 
     tensor_model_parallel_size: int = option(
-        1, "consecutive ranks that share one copy of the model", aliases=("--model-parallel-size",)
+        1, "consecutive ranks that share each layer of the model", aliases=("--model-parallel-size",)
+    )
+    pipeline_model_parallel_size: int = option(1, "stages of consecutive layers that one copy of the model is cut into")
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None,
+        "layers a micro-batch passes before it goes to the next rank; fewer than a rank holds: the interleaved schedule",
+        derived="all layers of the rank",
+    )
+    sequence_parallel: bool = option(
+        False, "split norms, dropout and residual sums over the tensor-parallel ranks by tokens: less memory per rank"
+    )
+    async_tensor_model_parallel_allreduce: bool = option(
+        True, "reduce the gradient of a tensor-parallel layer's input while the weight's is computed"
     )
     world_size: int | None = option(
         None,
@@ -174,9 +210,10 @@ class TrainConfig:
     loss_scale_window: int = option(1000, "steps without overflow after which the loss scale doubles")
     hysteresis: int = option(2, "overflows before the loss scale is halved")
     min_loss_scale: float = option(1.0, "floor of the dynamic loss scale")
-    recompute_granularity: Literal["none", "full"] = option(
+    recompute_granularity: Literal["none", "selective", "full"] = option(
         "none",
-        "activations recomputed in the backward pass; full keeps only the input of each layer",
+        "activations recomputed in the backward pass: selective, those inside attention between its projections; full, "
+        "all but the input of each layer",
         shorthands={"--checkpoint-activations": "full"},
     )
     label_smoothing: float = option(0.0, "probability spread evenly over the vocabulary in the training loss")

@@ -65,7 +65,10 @@ def prepare(parsed: ParsedRun, environment: LaunchEnvironment) -> PreparedRun:
         attempt(lambda: require_same_model(config, manifest, start))
     if problems or config is None or sources is None:
         raise UserError(numbered(problems))
-    layout = ParallelLayout.of_world(environment.world_size, config.parallel.tensor_model_parallel_size)
+    parallel = config.parallel
+    layout = ParallelLayout.of_world(
+        environment.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    )
     return PreparedRun(config, layout, sources, start, config_changes(manifest, config) if manifest else [])
 
 

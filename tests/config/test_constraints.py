@@ -14,6 +14,8 @@ from tests.config.examples import small_run, with_fields
 
 _FLAG_OF = {option.name: option.flag for option in options()}
 _TP = "parallel__tensor_model_parallel_size"
+_PP = "parallel__pipeline_model_parallel_size"
+_DEPTH = "parallel__num_layers_per_virtual_pipeline_stage"
 
 # rule broken: (changes to a valid run, world size, what the message must hold)
 CASES = {
@@ -54,6 +56,22 @@ CASES = {
         {_TP: 4, "model__make_vocab_size_divisible_by": 1, "model__vocab_size": 1001},
         4,
         ["1001 rows", "--vocab-size 1001", "--make-vocab-size-divisible-by 1", "--tensor-model-parallel-size 4"],
+    ),
+    "pp-divides-layers": ({_PP: 3}, 3, ["--num-layers 2", "--pipeline-model-parallel-size 3", "nearest", "3", ": 2."]),
+    "chunks-divide-stage": (
+        {_PP: 2, _DEPTH: 4, "model__num_layers": 12},
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 4", "6 layers of a rank", "3 or 6"],
+    ),
+    "chunks-need-a-pipeline": (
+        {_DEPTH: 1},
+        1,
+        ["--num-layers-per-virtual-pipeline-stage 1", "no effect", "--pipeline-model-parallel-size 2 or more"],
+    ),
+    "interleaving-takes-whole-groups": (
+        {_PP: 2, _DEPTH: 1, "model__num_layers": 4, "train__global_batch_size": 24},
+        2,
+        ["2 micro-batches at a time", "--global-batch-size 24", "gives each rank 3", "16 or 32"],
     ),
     "tokenizer-fits-vocabulary": ({"model__vocab_size": 99}, 1, ["--vocab-size 99", "100 tokens"]),
     "batch-divides": (
@@ -211,6 +229,9 @@ def test_what_a_message_suggests_is_valid():
             "train__micro_batch_size": generator.randrange(1, 9),
             "train__global_batch_size": generator.randrange(1, 200),
             _TP: generator.randrange(1, 9),
+            _PP: generator.choice((1, 1, 2, 3)),
+            "model__num_layers": generator.randrange(1, 13),
+            _DEPTH: generator.choice((None, None, 1, 2)),
         }
         world_size = generator.randrange(1, 33)
         config = with_fields(small_run(), **changes)

@@ -32,6 +32,18 @@ def test_a_single_process():
     assert "dp 0     0" in text
 
 
+def test_a_pipeline():
+    changes = {"parallel__pipeline_model_parallel_size": 4, "model__num_layers": 24, "train__global_batch_size": 64}
+    text = describe_run(with_fields(small_run(), **changes), 8)
+    assert "8 ranks = 2 data-parallel replicas of 4 pipeline stages of 1 tensor-parallel rank\n" in text
+    assert "4 stages of 6 layers (one run of layers per rank); idle 75% of the time" in text
+    assert "pp 3 dp 1     7" in text
+    text = describe_run(
+        with_fields(small_run(), **changes, parallel__num_layers_per_virtual_pipeline_stage=2), world_size=8
+    )
+    assert "12 stages of 2 layers (interleaved, 3 runs of layers per rank); idle 25% of the time" in text
+
+
 def test_flops_say_whether_recomputation_is_counted():
     text = describe_run(with_fields(small_run(), train__recompute_granularity="full"), 1)
     assert "with recomputation" in text
