@@ -36,6 +36,7 @@ def pretrain(run: PreparedRun, environment: LaunchEnvironment) -> None:
     from megascale.data.samples import SampleSource
     from megascale.model.gpt import GPT
     from megascale.optim.build import ModelOptimizer
+    from megascale.parallel.boundary import build_boundary
     from megascale.parallel.context import launch
     from megascale.parallel.random import RandomStreams
     from megascale.parallel.sharding import initialise
@@ -57,8 +58,9 @@ def pretrain(run: PreparedRun, environment: LaunchEnvironment) -> None:
             streams,
             getattr(torch, train.params_dtype),
             device,
-            recompute_blocks=train.recompute_granularity == "full",
+            recompute_granularity=train.recompute_granularity,
             label_smoothing=train.label_smoothing,
+            boundary=build_boundary(context.tp, streams, config.parallel),
         )
         if run.start is None:
             initialise(model, train.seed)

@@ -65,18 +65,21 @@ def tokens_per_run(config: RunConfig) -> int:
     return tokens_per_iteration(config) * config.train.train_iters
 
 
-def flops_per_iteration(config: RunConfig, recompute: bool | None = None) -> int:
+def flops_per_iteration(config: RunConfig, recompute_granularity: str | None = None) -> int:
     """Return the floating-point operations of one step, all ranks together; a multiplication and an addition are two.
 
     Counted are the matrix products: per token and layer 8h^2 + 4hf for the linear layers and 4sh for attention (not
-    halved for causality), and 2hV for the logits. The backward pass costs twice the forward pass, and recomputation
-    (None: as configured) one more forward pass of the layers. With f = 4h and recomputation this equals
+    halved for causality), and 2hV for the logits. The backward pass costs twice the forward pass. Recomputation (None:
+    as configured) costs one more forward pass, if full of the layers, if selective of the 4sh of attention. With f = 4h
+    and full recomputation this equals
     96 B s L h^2 (1 + s/(6h) + V/(16 L h)) of Narayanan et al. 2021 (arXiv:2104.04473).
     """
     model, seq_length = config.model, config.data.seq_length
-    recompute = config.train.recompute_granularity == "full" if recompute is None else recompute
+    granularity = config.train.recompute_granularity if recompute_granularity is None else recompute_granularity
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     vocabulary = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by)
-    forward_per_layer = 8 * hidden * hidden + 4 * hidden * ffn + 4 * seq_length * hidden
-    per_token = model.num_layers * forward_per_layer * (4 if recompute else 3) + 2 * hidden * vocabulary * 3
+    attention_core = 4 * seq_length * hidden
+    forward_per_layer = 8 * hidden * hidden + 4 * hidden * ffn + attention_core
+    recomputed_per_layer = {"none": 0, "selective": attention_core, "full": forward_per_layer}[granularity]
+    per_token = model.num_layers * (3 * forward_per_layer + recomputed_per_layer) + 3 * 2 * hidden * vocabulary
     return tokens_per_iteration(config) * per_token

@@ -6,7 +6,8 @@ streams and knows nothing of the trainer, nor of data parallelism.
 Legend: s sequence, b batch, h hidden, v padded vocabulary, t tensor-parallel ranks, L layers.
 
 Communication over the tensor axis per forward and backward pass: 4L + 2 all-reduces of s*b*h elements (6L + 2 with
-recomputation), and 3 scalars per token in the loss.
+recomputation), and 3 scalars per token in the loss. With the sequence split, each is a reduce-scatter and an all-gather
+(see `parallel.boundary`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megascale.config.schema import ModelConfig
 from megascale.model.attention import CausalSelfAttention
 from megascale.model.block import TransformerBlock
 from megascale.model.mlp import MLP
-from megascale.parallel.collectives import copy_to_ranks
+from megascale.parallel.boundary import Boundary
 from megascale.parallel.context import Axis
 from megascale.parallel.cross_entropy import VocabularySlice, linear_cross_entropy, vocab_parallel_cross_entropy
 from megascale.parallel.layers import LayerNorm, PositionEmbedding, VocabParallelEmbedding
@@ -38,8 +39,10 @@ class GPT(nn.Module):
         axis: The tensor axis.
         streams: The dropout streams of this rank.
         dtype, device: Of the parameters. They are left uninitialised: see `parallel.sharding.initialise`.
-        recompute_blocks: Whether each block's activations are recomputed in the backward pass.
+        recompute_granularity: What is recomputed in the backward pass: none, selective (attention cores) or full
+            (blocks).
         label_smoothing: Weight of the uniform distribution in the training target.
+        boundary: How activations lie outside the tensor-parallel regions; None: replicated.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class GPT(nn.Module):
         streams: RandomStreams,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
-        recompute_blocks: bool = False,
+        recompute_granularity: str = "none",
         label_smoothing: float = 0.0,
+        boundary: Boundary | None = None,
     ) -> None:
         super().__init__()
         device = device or torch.device("cpu")
@@ -59,17 +63,21 @@ class GPT(nn.Module):
         self.config = config
         self.axis = axis
         self.streams = streams
-        self.recompute_blocks = recompute_blocks
+        self.boundary = boundary or Boundary(axis)
+        self.recompute_blocks = recompute_granularity == "full"
         self.label_smoothing = label_smoothing
         h, std = config.hidden_size, config.init_method_std
         # Weights that write into the residual stream start smaller by sqrt(2L) (Radford et al. 2019, section 2.3).
         output_std = std / math.sqrt(2.0 * config.num_layers)
         num_rows = padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by)
-        self.word_embedding = VocabParallelEmbedding(num_rows, h, axis, std, dtype, device)
-        self.position_embedding = PositionEmbedding(config.max_position_embeddings, h, axis, std, dtype, device)
+        self.word_embedding = VocabParallelEmbedding(num_rows, h, axis, std, dtype, device, self.boundary)
+        self.position_embedding = PositionEmbedding(
+            config.max_position_embeddings, h, axis, std, dtype, device, self.boundary
+        )
+        self.embedding_dropout = self.boundary.dropout(config.hidden_dropout)
         self.blocks = nn.ModuleList(
             TransformerBlock(
-                LayerNorm(h, axis, config.layernorm_epsilon, dtype, device),
+                LayerNorm(h, axis, config.layernorm_epsilon, dtype, device, self.boundary),
                 CausalSelfAttention(
                     h,
                     config.num_attention_heads,
@@ -80,21 +88,23 @@ class GPT(nn.Module):
                     streams,
                     dtype,
                     device,
+                    self.boundary,
+                    recompute_core=recompute_granularity == "selective",
                 ),
-                LayerNorm(h, axis, config.layernorm_epsilon, dtype, device),
-                MLP(h, config.ffn_hidden_size, std, output_std, axis, dtype, device),
-                config.hidden_dropout,
+                LayerNorm(h, axis, config.layernorm_epsilon, dtype, device, self.boundary),
+                MLP(h, config.ffn_hidden_size, std, output_std, axis, dtype, device, self.boundary),
+                self.boundary.dropout(config.hidden_dropout),
             )
             for _ in range(config.num_layers)
         )
-        self.final_norm = LayerNorm(h, axis, config.layernorm_epsilon, dtype, device)
+        self.final_norm = LayerNorm(h, axis, config.layernorm_epsilon, dtype, device, self.boundary)
         self.vocabulary = VocabularySlice(axis, config.vocab_size, num_rows // axis.size)
 
     def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the final normed states. tokens [b, s] replicated -> [s, b, h] replicated.
+        """Return the final normed states. tokens [b, s] replicated -> [s, b, h] outside the regions: see `boundary`.
 
         Raises:
-            ValueError: The sequence is longer than the learned positions.
+            ValueError: The sequence is longer than the learned positions, or cannot be split over the ranks.
         """
         num_positions = tokens.shape[1]
         if num_positions > self.position_embedding.weight.shape[0]:
@@ -103,10 +113,10 @@ class GPT(nn.Module):
                 f"{self.position_embedding.weight.shape[0]}"
             )
         x = self.word_embedding(tokens.t()) + self.position_embedding(num_positions)
-        x = F.dropout(x, self.config.hidden_dropout, self.training)
+        x = self.embedding_dropout(x)
         recomputes = self.recompute_blocks and torch.is_grad_enabled()
         for block in self.blocks:
-            x = recompute(block, x, self.streams) if recomputes else block(x)
+            x = recompute(block, self.streams, x) if recomputes else block(x)
         return self.final_norm(x)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -114,7 +124,7 @@ class GPT(nn.Module):
 
         The last columns of the last rank are padding (see `self.vocabulary`); their values mean nothing.
         """
-        x = copy_to_ranks(self.hidden_states(tokens), self.axis)
+        x = self.boundary.enter(self.hidden_states(tokens))
         return F.linear(x, self.word_embedding.weight).transpose(0, 1)
 
     def token_losses(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -129,7 +139,7 @@ class GPT(nn.Module):
         tokens, targets, loss_weights [b, s] replicated; see `linear_cross_entropy` for `gradient_scale`. Label
         smoothing applies in training mode only.
         """
-        x = copy_to_ranks(self.hidden_states(tokens), self.axis)
+        x = self.boundary.enter(self.hidden_states(tokens))
         return linear_cross_entropy(
             x.reshape(-1, x.shape[-1]),
             self.word_embedding.weight,

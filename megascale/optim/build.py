@@ -10,7 +10,7 @@ from torch import nn
 
 from megascale.config.schema import RunConfig
 from megascale.optim.adam import build_adamw
-from megascale.optim.gradients import GradientBuffer, global_norm
+from megascale.optim.gradients import GradientBuffer, global_norm, sum_partial_gradients
 from megascale.optim.precision import LossScaler, MasterWeights
 from megascale.optim.schedule import learning_rate
 from megascale.parallel.context import Axis
@@ -74,7 +74,7 @@ class ModelOptimizer:
         """Take note that the next backward pass is the update's last: gradients are final as it leaves them."""
 
     def step(self, normaliser: float) -> StepResult:
-        """Reduce the gradients over data-parallel ranks, clip them and update the weights.
+        """Make the gradients whole over tensor- and data-parallel ranks, clip them and update the weights.
 
         Args:
             normaliser: What the summed gradients are multiplied with, the loss scale apart: see `train.trainer`.
@@ -82,6 +82,7 @@ class ModelOptimizer:
         Raises:
             NonFiniteGradients: Not float16 with a dynamic scale, or that scale is at its minimum.
         """
+        sum_partial_gradients(self.gradients, self._tp)
         self.gradients.all_reduce_(self._dp)
         factor = normaliser / self.scaler.scale
         norm = global_norm(self.gradients, self._tp) * factor

@@ -1,7 +1,8 @@
 """Flat gradients: one buffer that autograd writes into, reduced over data-parallel ranks in one collective.
 
-Parameters are laid out with those split over the tensor axis first and the replicated ones after, so that each kind is
-one contiguous stretch: the gradient norm needs two passes, whatever the number of parameters.
+Parameters are laid out with those split over the tensor axis first, the replicated ones after, and of these the ones
+with partial gradients last. So each kind is one contiguous stretch: the gradient norm needs two passes and the sum of
+partial gradients one message, whatever the number of parameters.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ class FlatBuffer:
     """One contiguous tensor with a view per parameter.
 
     Args:
-        declared: The parameters, in model order; the buffer holds the split ones first.
+        declared: The parameters, in model order; the buffer holds the split ones first, those with partial gradients
+            last.
         dtype: Of the buffer.
     """
 
     def __init__(self, declared: list[DeclaredParameter], dtype: torch.dtype) -> None:
-        self.declared = sorted(declared, key=lambda d: not d.is_split)
-        offsets, end, split_end = [], 0, 0
+        self.declared = sorted(declared, key=lambda d: (not d.is_split, d.spec.gradient_is_partial))
+        offsets, end, split_end, whole_end = [], 0, 0, 0
         for d in self.declared:
             offsets.append(end)
             end += -(-d.parameter.numel() // _ALIGNMENT) * _ALIGNMENT
             if d.is_split:
                 split_end = end
+            if not d.spec.gradient_is_partial:
+                whole_end = end
         device = self.declared[0].parameter.device
         self.flat = torch.zeros(end, dtype=dtype, device=device)
         self.split, self.replicated = self.flat[:split_end], self.flat[split_end:]
+        self.partial = self.flat[whole_end:]
         self.views = [
             self.flat[offset : offset + d.parameter.numel()].view(d.parameter.shape)
             for offset, d in zip(offsets, self.declared, strict=True)
@@ -56,6 +61,12 @@ class GradientBuffer(FlatBuffer):
         for d, view in zip(self.declared, self.views, strict=True):
             assert d.parameter.grad is view, f"the gradient of {d.name} was replaced: zero it with GradientBuffer.zero_"
         dp.all_reduce_(self.flat)
+
+
+def sum_partial_gradients(gradients: FlatBuffer, tp: Axis) -> None:
+    """Make the gradients that are declared partial whole, on every tensor-parallel rank: one message per update."""
+    if gradients.partial.numel():
+        tp.all_reduce_(gradients.partial)
 
 
 def global_norm(gradients: GradientBuffer, tp: Axis) -> float:

@@ -6,6 +6,12 @@
 | reduce_from_ranks (g)| all-reduce                       | identity                         |
 | scatter_to_ranks     | keep this rank's slice of `dim`  | all-gather the gradient's slices |
 | gather_from_ranks    | all-gather the slices of `dim`   | keep this rank's slice           |
+| gather_sequence      | all-gather the slices of dim 0   | reduce-scatter of the gradient   |
+| reduce_scatter_sequence | reduce-scatter on dim 0       | all-gather the gradient's slices |
+
+The last pair is f and g for activations split on the sequence (Korthikanti et al. 2022, section 4.2.2, g and g-bar):
+gather_sequence is followed by different work on each rank, so its transpose sums the ranks' gradients, where that of
+gather_from_ranks, followed by the same work on all, does not.
 
 f and g are Shoeybi et al. 2019, section 3 and figure 3. f is linear, x -> (x, .., x): its transpose sums the ranks'
 gradients. g is the transpose of f. All are out of place: an in-place all-reduce would change a tensor that the producer
@@ -66,6 +72,28 @@ class _GatherFromRanks(torch.autograd.Function):
         return ctx.axis.shard(gradients[0], ctx.dim).contiguous(), None, None
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return axis.all_gather(x, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.axis.reduce_scatter(gradients[0]), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return axis.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.axis.all_gather(gradients[0], 0), None
+
+
 def copy_to_ranks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """f: enter a parallel region. x [..] replicated -> the same; the ranks' gradients are summed on the way back."""
     return x if axis.size == 1 else _CopyToRanks.apply(x, axis)
@@ -89,6 +117,21 @@ def scatter_to_ranks(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor
 def gather_from_ranks(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
     """x [.., n, ..] split on `dim` -> [.., n*size, ..] replicated."""
     return x if axis.size == 1 else _GatherFromRanks.apply(x, axis, dim)
+
+
+def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """x [n, ..] split on dim 0 -> [n*size, ..] replicated; the ranks' gradients are summed and split again."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def reduce_scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """x [n, ..] a partial sum per rank -> [n/size, ..] the sum, split on dim 0; the gradient is gathered.
+
+    Raises:
+        ValueError: dim 0 does not divide by the axis.
+    """
+    _check_divides(x, axis, 0)
+    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
 
 
 def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:

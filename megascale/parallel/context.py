@@ -139,10 +139,22 @@ class Axis:
         if self.size == 1:
             return x
         x = x.contiguous()
+        if dim == 0:
+            joined = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+            self.start_all_gather(x, joined).wait()
+            return joined
         self.log.add("all_gather", self.name, x)
         pieces = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(pieces, x, group=self.group)
         return torch.cat(pieces, dim=dim)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the sum over the axis. x [size * n, ..] per rank -> [n, ..] split on dim 0."""
+        if self.size == 1:
+            return x
+        output = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        self.start_reduce_scatter(x.contiguous(), output).wait()
+        return output
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's slice of a replicated `x`: a view, no communication. `size` must divide the dim."""

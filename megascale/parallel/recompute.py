@@ -1,4 +1,7 @@
-"""Activation recomputation: keep a block's input, drop what it saved, run it again in the backward pass.
+"""Activation recomputation: keep a stretch's inputs, drop what it saved, run it again in the backward pass.
+
+Full recomputation does so for whole layers, selective recomputation for the attention core only (between the
+projections), which keeps most and costs little to repeat (Korthikanti et al. 2022, section 5).
 
 The second run must draw the same dropout masks as the first, from both streams of `RandomStreams`; and, like the
 paper's, it repeats all of the block's collectives, so that every rank of the tensor axis enters them in the same order
@@ -11,20 +14,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megascale.parallel.random import RandomStreams
 
 
-def recompute(
-    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, streams: RandomStreams
-) -> torch.Tensor:
-    """Return function(x), keeping only `x` for the backward pass.
+def recompute(function: Callable[..., torch.Tensor], streams: RandomStreams, *inputs: torch.Tensor) -> torch.Tensor:
+    """Return function(*inputs), keeping only the inputs for the backward pass.
 
     Args:
-        function: The block; its random draws must come from `streams`.
-        x: Its input, of any shape.
-        streams: The rank's random streams, replayed when the block runs again.
+        function: The stretch; its random draws must come from `streams`.
+        streams: The rank's random streams, replayed when the stretch runs again.
+        inputs: Of any shapes.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -32,4 +34,17 @@ def recompute(
 
     # Early stop would skip the last all-reduce of the second run; the paper counts it (6L + 2 per iteration).
     with set_checkpoint_early_stop(False):
-        return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+class Recomputed(nn.Module):
+    """A module without parameters that keeps only its inputs for the backward pass."""
+
+    def __init__(self, module: nn.Module, streams: RandomStreams) -> None:
+        super().__init__()
+        self.module, self._streams = module, streams
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.module(*inputs)
+        return recompute(self.module, self._streams, *inputs)

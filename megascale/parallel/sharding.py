@@ -1,6 +1,6 @@
-"""What a layer declares of each of its parameters, once: global shape, split dim, initial values, weight decay.
+"""What a layer declares of each of its parameters, once: shape, split dim, initial values, decay, partial gradient.
 
-Initialisation, gradient norm, weight-decay groups, checkpoint slices and parameter counts all read that declaration;
+Initialisation, gradient sums and norm, weight-decay groups, checkpoint slices and parameter counts all read that declaration;
 nothing is inferred from a name.
 
 Initial values are a pure function of (seed, parameter name, global index): element e of the parameter, counted with its
@@ -49,12 +49,18 @@ class ParameterSpec:
         split_dim: The dim that is split over the tensor axis in equal contiguous slices; None: replicated.
         init: How its initial values are drawn.
         decay: Whether weight decay applies (not to biases and norms; Shoeybi et al. 2019, section 4.1).
+        gradient_is_partial: Whether the backward pass leaves only this rank's part of a replicated parameter's
+            gradient, to be summed over the tensor axis once per update (see `parallel.boundary`).
     """
 
     shape: tuple[int, ...]
     split_dim: int | None
     init: Normal | Constant
     decay: bool
+    gradient_is_partial: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.gradient_is_partial and self.split_dim is not None), "a split parameter has its whole gradient"
 
     def local_shape(self, axis: Axis) -> tuple[int, ...]:
         """The shape of one rank's slice."""

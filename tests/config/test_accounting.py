@@ -110,7 +110,7 @@ def test_flops_of_a_step_of_512_with_recomputation(preset, flops):
     config = _preset(preset)
     layers, hidden = config.model.num_layers, config.model.hidden_size
     formula = 96 * 512 * 1024 * layers * hidden**2 * (1 + 1024 / (6 * hidden) + 51200 / (16 * layers * hidden))
-    assert flops_per_iteration(config, recompute=True) == pytest.approx(formula, rel=1e-12)
+    assert flops_per_iteration(config, recompute_granularity="full") == pytest.approx(formula, rel=1e-12)
     assert formula == pytest.approx(flops, rel=5e-4)
 
 
@@ -128,15 +128,15 @@ def test_flops_are_those_of_the_list_of_matrix_products():
         return sum(2 * copies * rows * inner * columns for copies, rows, inner, columns in products)
 
     forward_and_backward = 3 * (model.num_layers * flops(layer) + flops(logits))
-    assert flops_per_iteration(config, recompute=False) == forward_and_backward
-    assert flops_per_iteration(config, recompute=True) == forward_and_backward + model.num_layers * flops(layer)
+    assert flops_per_iteration(config, recompute_granularity="none") == forward_and_backward
+    assert flops_per_iteration(config, recompute_granularity="full") == forward_and_backward + model.num_layers * flops(layer)
 
 
 def test_recomputation_is_read_from_the_configuration():
     config = _odd_model()
     recomputing = replace(config, train=replace(config.train, recompute_granularity="full"))
-    assert flops_per_iteration(config) == flops_per_iteration(config, recompute=False)
-    assert flops_per_iteration(recomputing) == flops_per_iteration(config, recompute=True)
+    assert flops_per_iteration(config) == flops_per_iteration(config, recompute_granularity="none")
+    assert flops_per_iteration(recomputing) == flops_per_iteration(config, recompute_granularity="full")
 
 
 def test_tokens_and_micro_batches():

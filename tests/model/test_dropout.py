@@ -13,6 +13,7 @@ from torch import nn
 from megascale.config.layout import ParallelLayout
 from megascale.model.attention import CausalSelfAttention
 from megascale.model.block import TransformerBlock
+from megascale.parallel.boundary import Dropout
 from megascale.parallel.context import ParallelContext, single_process
 from megascale.parallel.random import RandomStreams
 from megascale.parallel.sharding import initialise
@@ -51,7 +52,7 @@ class _Zero(nn.Module):
 
 def _block(dropout: float = 0.25) -> nn.Module:
     """A block that is linear in what its second dropout drops."""
-    return TransformerBlock(nn.Identity(), _Zero(), nn.Identity(), nn.Tanh(), dropout)
+    return TransformerBlock(nn.Identity(), _Zero(), nn.Identity(), nn.Tanh(), Dropout(dropout))
 
 
 def _input(sequence: int = 5, hidden: int = 8) -> torch.Tensor:

@@ -23,7 +23,7 @@ from tests.model.tiny import tiny_batch, tiny_gpt
 
 def _gradients(context: ParallelContext, recompute: bool, **changes: Any) -> dict[str, torch.Tensor]:
     """Two micro-batches' gradients."""
-    model = tiny_gpt(context, torch.float32, recompute_blocks=recompute, **changes)
+    model = tiny_gpt(context, torch.float32, recompute_granularity="full" if recompute else "none", **changes)
     for micro_batch in range(2):
         model.streams.start(step=5, micro_batch=micro_batch)
         model(*tiny_batch(seed=micro_batch)).backward()
@@ -71,7 +71,7 @@ def test_a_stream_that_is_not_replayed_is_noticed(ranks, bug: str, dropouts: tup
 def test_the_streams_go_on_as_if_nothing_was_run_twice() -> None:
     after = []
     for recompute in (False, True):
-        model = tiny_gpt(single_process(), recompute_blocks=recompute, hidden_dropout=0.1, attention_dropout=0.1)
+        model = tiny_gpt(single_process(), recompute_granularity="full" if recompute else "none", hidden_dropout=0.1, attention_dropout=0.1)
         model(*tiny_batch()).backward()
         after.append(model.streams.states())
     assert torch.equal(after[0].shared, after[1].shared)
@@ -86,7 +86,7 @@ def _saved_bytes(recompute: bool, num_layers: int) -> int:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    model = tiny_gpt(single_process(), recompute_blocks=recompute, num_layers=num_layers, hidden_dropout=0.1)
+    model = tiny_gpt(single_process(), recompute_granularity="full" if recompute else "none", num_layers=num_layers, hidden_dropout=0.1)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(*tiny_batch())
     for parameter in model.parameters():
@@ -106,14 +106,14 @@ def test_a_layer_keeps_its_input_and_no_more() -> None:
 
 
 def test_evaluation_recomputes_nothing() -> None:
-    model = tiny_gpt(single_process(), recompute_blocks=True)
+    model = tiny_gpt(single_process(), recompute_granularity="full")
     with mock.patch("megascale.model.gpt.recompute") as recompute, torch.no_grad():
         model(*tiny_batch())
     recompute.assert_not_called()
 
 
 def _collectives(context: ParallelContext, recompute: bool, num_layers: int, bug: bool = False) -> list[Collective]:
-    model = tiny_gpt(context, torch.float32, recompute_blocks=recompute, num_layers=num_layers)
+    model = tiny_gpt(context, torch.float32, recompute_granularity="full" if recompute else "none", num_layers=num_layers)
     early_stop = mock.patch.object(recompute_module, "set_checkpoint_early_stop", return_value=nullcontext())
     with early_stop if bug else nullcontext(), context.recording() as records:
         model(*tiny_batch()).backward()

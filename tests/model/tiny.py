@@ -29,7 +29,7 @@ SEED = 1234
 
 def tiny_gpt(context: ParallelContext, dtype: torch.dtype = torch.float64, **changes: Any) -> GPT:
     """Return an initialised tiny GPT of this rank; `changes` are to the model section, or arguments of GPT."""
-    arguments = {name: changes.pop(name) for name in ("recompute_blocks", "label_smoothing") if name in changes}
+    arguments = {name: changes.pop(name) for name in ("recompute_granularity", "label_smoothing") if name in changes}
     config = ModelConfig(**(TINY | changes))
     model = GPT(config, context.tp, RandomStreams(SEED, context.tp, context.device), dtype, context.device, **arguments)
     # Larger than in training, so that attention is far from uniform and every term counts.

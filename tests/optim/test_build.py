@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megascale.config.layout import ParallelLayout
 from megascale.model.gpt import GPT
 from megascale.optim.build import ModelOptimizer
-from megascale.parallel import layers
+from megascale.parallel import boundary
 from megascale.parallel.context import ParallelContext, single_process
 from megascale.parallel.random import RandomStreams
 from megascale.parallel.sharding import declared_parameters, initialise
@@ -108,7 +108,7 @@ def _replicated_weights(context: ParallelContext, bug: str | None) -> dict[str, 
     """The bytes of every replicated weight after training in float32 with dropout."""
     patches: dict[str | None, Any] = {
         None: nullcontext(),
-        "no f": mock.patch.object(layers, "copy_to_ranks", lambda x, axis: x),
+        "no f": mock.patch.object(boundary, "copy_to_ranks", lambda x, axis: x),
         "each rank its own hidden dropout": mock.patch.object(RandomStreams, "start", _start_apart),
     }
     with patches[bug]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megascale.config.layout import ParallelLayout
-from megascale.parallel import layers
+from megascale.parallel import boundary
 from megascale.parallel.collectives import gather_from_ranks, reduce_from_ranks
 from megascale.parallel.context import ParallelContext, single_process
 from megascale.parallel.layers import (
@@ -103,8 +103,8 @@ def _identity(x: torch.Tensor, axis: object) -> torch.Tensor:
 
 # name -> what is replaced, and by what
 BUGS: dict[str, tuple[object, str, Callable]] = {
-    "no f": (layers, "copy_to_ranks", _identity),
-    "no g": (layers, "reduce_from_ranks", _identity),
+    "no f": (boundary, "copy_to_ranks", _identity),
+    "no g": (boundary, "reduce_from_ranks", _identity),
     "bias on every rank": (RowParallelLinear, "forward", _row_with_the_bias_on_every_rank),
     "no mask": (VocabParallelEmbedding, "forward", _embedding_without_the_mask),
 }

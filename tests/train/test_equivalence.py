@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megascale.config.layout import ParallelLayout
 from megascale.optim.build import ModelOptimizer
-from megascale.parallel import layers
+from megascale.parallel.boundary import Boundary
 from megascale.parallel.context import Axis, ParallelContext, single_process
 from tests.train.training import assemble, build_trainer, losses, pieces, small_config, train_on_rank
 
@@ -72,12 +74,11 @@ def _without_data_parallel_reduction(context: ParallelContext, config, run: Path
 
 
 def _without_the_all_reduce_of_f(context: ParallelContext, config, run: Path):
-    original = layers.copy_to_ranks
-    layers.copy_to_ranks = lambda x, axis: x
-    try:
+    with (
+        mock.patch.object(Boundary, "enter", lambda self, x: x),
+        mock.patch.object(Boundary, "enter_linear", lambda self, x, weight, bias: F.linear(x, weight, bias)),
+    ):
         return train_on_rank(context, config, run)
-    finally:
-        layers.copy_to_ranks = original
 
 
 def _with_replicated_gradients_counted_on_every_rank(context: ParallelContext, config, run: Path):

@@ -15,6 +15,7 @@ from megascale.config.schema import (
     DataConfig,
     LoggingConfig,
     ModelConfig,
+    ParallelConfig,
     RunConfig,
     ScheduleConfig,
     TrainConfig,
@@ -22,6 +23,7 @@ from megascale.config.schema import (
 from megascale.data.loader import BatchLoader
 from megascale.model.gpt import GPT
 from megascale.optim.build import ModelOptimizer
+from megascale.parallel.boundary import build_boundary
 from megascale.parallel.context import ParallelContext
 from megascale.parallel.random import RandomStreams
 from megascale.parallel.sharding import initialise
@@ -67,6 +69,7 @@ def small_config(**changes: dict[str, Any]) -> RunConfig:
             hidden_dropout=0.0,
             attention_dropout=0.0,
         ),
+        "parallel": ParallelConfig(),
         "schedule": ScheduleConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=3),
         "data": DataConfig(seq_length=GeneratedSamples.seq_length, eod_mask_loss=True, data_path=("generated",)),
         "train": TrainConfig(
@@ -100,8 +103,9 @@ def build_trainer(context: ParallelContext, config: RunConfig, run: Path, load: 
         context.tp,
         streams,
         getattr(torch, config.train.params_dtype),
-        recompute_blocks=config.train.recompute_granularity == "full",
+        recompute_granularity=config.train.recompute_granularity,
         label_smoothing=config.train.label_smoothing,
+        boundary=build_boundary(context.tp, streams, config.parallel),
     )
     initialise(model, config.train.seed)
     optimizer = ModelOptimizer(model, config, context.tp, context.dp)
