@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from megascale.config.facts import Constraint, Facts, Violation
 from megascale.config.ranges import RANGE_CONSTRAINTS
+from megascale.config.rules_faults import FAULT_CONSTRAINTS
 from megascale.config.rules_input import INPUT_CONSTRAINTS
 from megascale.config.rules_layout import LAYOUT_CONSTRAINTS
 from megascale.config.rules_pipeline import PIPELINE_CONSTRAINTS
@@ -20,6 +21,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     *LAYOUT_CONSTRAINTS,
     *PIPELINE_CONSTRAINTS,
     *TRAINING_CONSTRAINTS,
+    *FAULT_CONSTRAINTS,
 )
 
 

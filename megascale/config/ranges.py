@@ -80,6 +80,14 @@ _RANGES = {
     "min_loss_scale": _POSITIVE,
     "label_smoothing": _PROBABILITY,
     "save_interval": _COUNT,
+    "loss_spike_threshold": _POSITIVE,
+    "loss_spike_window": _Range(4),
+    "max_skipped_steps": _NOT_NEGATIVE,
+    "max_rewinds": _NOT_NEGATIVE,
+    "exit_code_on_signal": _Range(0, 255),
+    "hang_timeout_minutes": _NOT_NEGATIVE,
+    "check_weight_hash_interval": _COUNT,
+    "log_rank_times_interval": _COUNT,
     "log_interval": _COUNT,
 }
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "FaultConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -91,8 +92,12 @@ class ModelConfig:
     position_embedding_type: Literal["learned_absolute", "rope"] = option(
         "learned_absolute", "how positions enter: a learned vector each, or by rotating queries and keys"
     )
-    rotary_base: float = option(10000.0, "base of the wavelengths of rope; the longest is about 2 pi times it, in tokens")
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of norm; RMSNorm has no mean and no bias")
+    rotary_base: float = option(
+        10000.0, "base of the wavelengths of rope; the longest is about 2 pi times it, in tokens"
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = option(
+        "LayerNorm", "kind of norm; RMSNorm has no mean and no bias"
+    )
     norm_position: Literal["pre", "post"] = option(
         "pre", "where the norms are: before each attention and MLP, or after each residual sum"
     )
@@ -235,12 +240,46 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class FaultConfig:
+    """What happens when something goes wrong."""
+
+    on_nonfinite: Literal["stop", "skip", "rewind"] = option(
+        "stop", "when loss or gradients are nan or inf: end the run, leave the update out, or go back to a checkpoint"
+    )
+    on_loss_spike: Literal["ignore", "stop", "skip", "rewind"] = option(
+        "ignore", "likewise, when the loss jumps far above those of the steps before"
+    )
+    loss_spike_threshold: float = option(6.0, "standard deviations above the mean that make a loss a spike")
+    loss_spike_window: int = option(128, "steps that mean and deviation are taken over; half of them must be there")
+    max_skipped_steps: int = option(10, "updates that may be left out in the whole run before it ends")
+    max_rewinds: int = option(3, "times that the run may go back in all before it ends")
+    exit_code_on_signal: int = option(
+        75, "exit code after SIGTERM or SIGUSR1 and a last checkpoint; 75 means: try again"
+    )
+    hang_timeout_minutes: float | None = option(
+        None,
+        "minutes without a collective or a step after which each rank's whereabouts are told; 0 = never",
+        derived="half of --distributed-timeout-minutes",
+    )
+    check_weight_hash_interval: int | None = option(
+        None,
+        "steps from one check that replicated weights are the same on all ranks to the next",
+        aliases=("--check-weight-hash-across-dp-replicas-interval",),
+        derived="never",
+    )
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     """What the run tells."""
 
     log_interval: int = option(10, "steps from one logged record to the next")
     tensorboard: bool = option(True, "write TensorBoard events into the run directory")
     progress_bar: bool | None = option(None, "show a progress bar", derived="when stderr is a terminal")
+    log_digests: bool = option(False, "write each rank's fingerprints of every step, for tools/compare_runs.py")
+    log_rank_times_interval: int | None = option(
+        None, "steps from one report of the ranks' own times to the next; names slow ranks", derived="never"
+    )
 
 
 @dataclass(frozen=True)
@@ -254,6 +293,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 

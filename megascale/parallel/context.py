@@ -1,23 +1,28 @@
 """Process groups: the only file that opens them.
 
-A run of `world` ranks is a grid of `dp` model replicas times `tp` tensor-parallel ranks; tensor-parallel ranks are
-consecutive, so that a replica stays inside one host (Shoeybi et al. 2019, appendix B). An `Axis` is one rank's place on
-one side of that grid. An axis of size 1 has no process group and its collectives return their input, so that one
-process runs the same code as 512 without torch.distributed.
+A run of `world` ranks is a grid of `pp` pipeline stages times `dp` model replicas times `tp` tensor-parallel ranks;
+tensor-parallel ranks are consecutive, so that they stay inside one host (Shoeybi et al. 2019, appendix B). An `Axis` is
+one rank's place on one side of that grid. An axis of size 1 has no process group and its collectives return their
+input, so that one process runs the same code as 512 without torch.distributed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megascale.config.layout import ParallelLayout
+from megascale.config.layout import Coordinates, ParallelLayout
+
+
+# The op under which waiting for a started collective is told to watchers.
+WAIT = "wait"
 
 
 @dataclass(frozen=True)
@@ -38,25 +43,64 @@ class Collective:
         return self.num_elements * self.dtype.itemsize
 
 
+class CollectiveWatcher(Protocol):
+    """Told of each collective as this rank enters it and once it has left it; must be quick."""
+
+    def entered(self, collective: Collective) -> None:
+        """The rank is about to enter a collective, or to wait for one that was started before."""
+
+    def left(self) -> None:
+        """The rank is out of it again. For CUDA tensors the host is; the device may not be."""
+
+
 class CollectiveLog:
-    """The collectives entered while a recording is open, in order; shared by the axes of one context."""
+    """Tells watchers of the collectives that a rank enters, in order; shared by the axes of one context.
+
+    With nobody watching, a collective costs two calls that do nothing.
+    """
 
     def __init__(self) -> None:
-        self._open: list[list[Collective]] = []
+        self._watchers: tuple[CollectiveWatcher, ...] = ()
 
     def add(self, op: str, axis: str, tensor: torch.Tensor) -> None:
-        for records in self._open:
-            records.append(Collective(op, axis, tuple(tensor.shape), tensor.dtype))
+        """Tell that the rank is about to enter a collective that moves `tensor`."""
+        for watcher in self._watchers:
+            watcher.entered(Collective(op, axis, tuple(tensor.shape), tensor.dtype))
+
+    def left(self) -> None:
+        """Tell that the rank has left the collective it entered last."""
+        for watcher in self._watchers:
+            watcher.left()
+
+    @contextmanager
+    def watching(self, watcher: CollectiveWatcher) -> Iterator[None]:
+        """Tell `watcher` of every collective inside the `with` block."""
+        self._watchers = (*self._watchers, watcher)
+        try:
+            yield
+        finally:
+            self._watchers = tuple(other for other in self._watchers if other is not watcher)
 
     @contextmanager
     def recording(self) -> Iterator[list[Collective]]:
         """Yield a list that fills with every collective entered inside the `with` block."""
-        records: list[Collective] = []
-        self._open.append(records)
-        try:
-            yield records
-        finally:
-            self._open = [other for other in self._open if other is not records]
+        recorder = _Recorder([])
+        with self.watching(recorder):
+            yield recorder.records
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorder:
+    """Keeps the collectives themselves; waiting for one that was started is not another one."""
+
+    records: list[Collective]
+
+    def entered(self, collective: Collective) -> None:
+        if collective.op != WAIT:
+            self.records.append(collective)
+
+    def left(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -64,11 +108,18 @@ class Pending:
     """A collective under way. Its tensors must not be read or written before `wait` returns."""
 
     work: dist.Work | None = None
+    axis: Axis | None = field(default=None, repr=False)
+    tensor: torch.Tensor | None = field(default=None, repr=False)
 
     def wait(self) -> None:
         """Block (on CUDA: the current stream) until the collective is done."""
-        if self.work is not None:
-            self.work.wait()
+        if self.work is None:
+            return
+        assert self.axis is not None
+        assert self.tensor is not None
+        self.axis.log.add(WAIT, self.axis.name, self.tensor)
+        self.work.wait()
+        self.axis.log.left()
 
 
 @dataclass(frozen=True)
@@ -104,13 +155,14 @@ class Axis:
             return
         self.log.add("all_reduce", self.name, x)
         dist.all_reduce(x, op=op, group=self.group)
+        self.log.left()
 
     def start_all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """Start reducing a contiguous `x` over the axis in place."""
         if self.size == 1:
             return Pending()
         self.log.add("all_reduce", self.name, x)
-        return Pending(dist.all_reduce(x, op=op, group=self.group, async_op=True))
+        return Pending(dist.all_reduce(x, op=op, group=self.group, async_op=True), self, x)
 
     def start_reduce_scatter(self, x: torch.Tensor, output: torch.Tensor) -> Pending:
         """Start summing `x` over the axis, each rank keeping its slice of the first dim.
@@ -121,7 +173,7 @@ class Axis:
             output.copy_(x)
             return Pending()
         self.log.add("reduce_scatter", self.name, x)
-        return Pending(dist.reduce_scatter_tensor(output, x, group=self.group, async_op=True))
+        return Pending(dist.reduce_scatter_tensor(output, x, group=self.group, async_op=True), self, x)
 
     def start_all_gather(self, x: torch.Tensor, output: torch.Tensor) -> Pending:
         """Start joining the ranks' contiguous `x` along the first dim. x [n, ..] -> output [size * n, ..]."""
@@ -129,7 +181,7 @@ class Axis:
             output.copy_(x)
             return Pending()
         self.log.add("all_gather", self.name, x)
-        return Pending(dist.all_gather_into_tensor(output, x, group=self.group, async_op=True))
+        return Pending(dist.all_gather_into_tensor(output, x, group=self.group, async_op=True), self, x)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the ranks' `x` joined along `dim` in rank order, on every rank.
@@ -146,6 +198,7 @@ class Axis:
         self.log.add("all_gather", self.name, x)
         pieces = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(pieces, x, group=self.group)
+        self.log.left()
         return torch.cat(pieces, dim=dim)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
@@ -159,6 +212,33 @@ class Axis:
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's slice of a replicated `x`: a view, no communication. `size` must divide the dim."""
         return x.narrow(dim, self.rank * (x.shape[dim] // self.size), x.shape[dim] // self.size)
+
+    def start_send(self, x: torch.Tensor) -> Pending:
+        """Start sending `x` to the other rank of an axis of two, which must `receive` as many elements of its dtype."""
+        assert self.size == 2, f"axis {self.name} has {self.size} ranks: to whom?"
+        x = x.contiguous()
+        self.log.add("send", self.name, x)
+        if self._goes_through_the_host(x):
+            x = x.cpu()
+        return Pending(dist.isend(x, group=self.group, group_dst=1 - self.rank), self, x)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return what the other rank of an axis of two sends next; messages are taken in the order of sending."""
+        assert self.size == 2, f"axis {self.name} has {self.size} ranks: from whom?"
+        x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self.log.add("receive", self.name, x)
+        if self._goes_through_the_host(x):
+            on_host = torch.empty_like(x, device="cpu")
+            dist.recv(on_host, group=self.group, group_src=1 - self.rank)
+            self.log.left()
+            return x.copy_(on_host)
+        dist.recv(x, group=self.group, group_src=1 - self.rank)
+        self.log.left()
+        return x
+
+    def _goes_through_the_host(self, x: torch.Tensor) -> bool:
+        # gloo reduces tensors of a GPU, but sends only those of the host.
+        return x.is_cuda and dist.get_backend(self.group) == "gloo"
 
     def sum_floats(self, values: list[float]) -> list[float]:
         """Return the sums over the axis of a few host numbers, added in float64 in the same order on every rank."""
@@ -178,14 +258,37 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class PipelineLinks:
+    """The one-way channels between one rank and its neighbours on the ring of pipeline stages.
+
+    Each is an axis of two ranks with a group of its own: messages on it are read in the order in which they were sent,
+    and none waits for those of another channel (on CUDA each group has its own stream).
+    """
+
+    from_previous: Axis
+    to_next: Axis
+    from_next: Axis
+    to_previous: Axis
+
+
+@dataclass(frozen=True)
 class ParallelContext:
-    """Where this rank stands: its world, tensor and data axes, and the device it computes on."""
+    """Where this rank stands: its axes, and the device it computes on.
+
+    Attributes:
+        pp: The stages of its model replica.
+        pp_ends: The first and the last of them, which both hold a tied embedding; of size 1 on the other stages.
+        links: The channels to the neighbouring stages; None without a pipeline.
+    """
 
     layout: ParallelLayout
     world: Axis
     tp: Axis
     dp: Axis
+    pp: Axis
+    pp_ends: Axis
     device: torch.device
+    links: PipelineLinks | None = None
 
     @property
     def rank(self) -> int:
@@ -196,6 +299,15 @@ class ParallelContext:
         """Whether this is the one process that prints and writes the run's files."""
         return self.world.rank == 0
 
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's losses and tokens count in sums over the world: one rank of each replica's last stage."""
+        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
+
+    def watching(self, watcher: CollectiveWatcher) -> AbstractContextManager[None]:
+        """Tell `watcher` of the collectives of all axes inside the `with` block."""
+        return self.world.log.watching(watcher)
+
     def recording(self) -> AbstractContextManager[list[Collective]]:
         """Record the collectives of all axes: `with context.recording() as records:`."""
         return self.world.log.recording()
@@ -205,8 +317,8 @@ def single_process(device: torch.device | str = "cpu") -> ParallelContext:
     """Return the context of a run of one process: no torch.distributed, every axis of size 1."""
     device = torch.device(device)
     log = CollectiveLog()
-    world, tp, dp = (Axis(name, 0, 1, None, log, device) for name in ("world", "tp", "dp"))
-    return ParallelContext(ParallelLayout(tp=1, dp=1), world, tp, dp, device)
+    world, tp, dp, pp, ends = (Axis(name, 0, 1, None, log, device) for name in ("world", "tp", "dp", "pp", "pp_ends"))
+    return ParallelContext(ParallelLayout(tp=1, dp=1), world, tp, dp, pp, ends, device)
 
 
 @contextmanager
@@ -240,22 +352,59 @@ def launch(
     )
     try:
         log = CollectiveLog()
-        world = Axis("world", rank, layout.world_size, dist.group.WORLD, log, device)
-        dp_rank, tp_rank = layout.coordinates(rank)
-        tp = Axis("tp", tp_rank, layout.tp, _open_groups(layout.tp_groups(), rank), log, device)
-        dp = Axis("dp", dp_rank, layout.dp, _open_groups(layout.dp_groups(), rank), log, device)
-        yield ParallelContext(layout, world, tp, dp, device)
+        place = layout.coordinates(rank)
+
+        def axis(name: str, groups: Sequence[Sequence[int]]) -> Axis:
+            ranks, group = _open_groups(groups, rank)
+            return Axis(name, ranks.index(rank), len(ranks), group, log, device)
+
+        yield ParallelContext(
+            layout,
+            Axis("world", rank, layout.world_size, dist.group.WORLD, log, device),
+            axis("tp", layout.tp_groups()),
+            axis("dp", layout.dp_groups()),
+            axis("pp", layout.pp_groups()),
+            axis("pp_ends", layout.pp_end_groups()),
+            device,
+            _open_links(layout, place, axis) if layout.pp > 1 else None,
+        )
     finally:
         dist.destroy_process_group()
 
 
-def _open_groups(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Open one axis's groups (every rank must open all of them, in one order) and return the one `rank` is in."""
-    mine = None
+def _open_groups(groups: Sequence[Sequence[int]], rank: int) -> tuple[Sequence[int], dist.ProcessGroup | None]:
+    """Open one axis's groups (every rank must open all of them, in one order) and return the one `rank` is in.
+
+    Returned are its ranks and the group; of a rank by itself, no group.
+    """
+    mine: tuple[Sequence[int], dist.ProcessGroup | None] = ([rank], None)
     for ranks in groups:
         if len(ranks) > 1:
             group = dist.new_group(list(ranks))
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
-                mine = group
+                mine = (ranks, group)
     return mine
+
+
+def _open_links(
+    layout: ParallelLayout, place: Coordinates, axis: Callable[[str, Sequence[Sequence[int]]], Axis]
+) -> PipelineLinks:
+    """Open a group for each pair of neighbours and direction, for all pipelines, and return those of one rank."""
+    stage = place.pp_rank
+    previous = (stage - 1) % layout.pp
+
+    def open_all(direction: str) -> list[Axis]:
+        # The link between each stage and the next; the last one closes the ring, for the interleaved schedule.
+        return [
+            axis(f"pp_{direction}", [sorted((ranks[i], ranks[(i + 1) % layout.pp])) for ranks in layout.pp_groups()])
+            for i in range(layout.pp)
+        ]
+
+    forward, backward = open_all("forward"), open_all("backward")
+    return PipelineLinks(
+        from_previous=forward[previous],
+        to_next=forward[stage],
+        from_next=backward[stage],
+        to_previous=backward[previous],
+    )

@@ -108,6 +108,23 @@ CASES = {
         ["--distributed-backend nccl", "--device cpu"],
     ),
     "interval-needs-save": ({"checkpoint__save_interval": 5}, 1, ["--save-interval 5", "--save DIRECTORY"]),
+    "rewind-needs-checkpoints": (
+        {"faults__on_nonfinite": "rewind", "checkpoint__save": "run"},
+        1,
+        ["--on-nonfinite rewind", "--save-interval not given"],
+    ),
+    "spike-options-need-a-policy": ({"faults__loss_spike_window": 64}, 1, ["--loss-spike-window 64", "--on-loss-spike"]),
+    "limits-need-a-policy": (
+        {"faults__max_rewinds": 2, "faults__on_nonfinite": "skip"},
+        1,
+        ["--max-rewinds 2", "'rewind'"],
+    ),
+    "hang-is-told-in-time": (
+        {"faults__hang_timeout_minutes": 10.0},
+        1,
+        ["--hang-timeout-minutes 10.0", "--distributed-timeout-minutes 10.0", "--hang-timeout-minutes 5"],
+    ),
+    "digests-need-save": ({"logging__log_digests": True}, 1, ["--log-digests", "--save DIRECTORY"]),
 }
 
 
