@@ -1,16 +1,20 @@
 """How much a run is: parameters, tokens and floating-point operations, exactly, as functions of the configuration.
 
-Letters: L layers, h hidden size, f width inside the MLP, s sequence length, V padded vocabulary, B global batch size.
+Letters: L layers, h hidden size, a attention heads, g query groups, k = h g / a width of all keys (as of all values),
+f width inside the MLP, m matrices of the MLP (3 with SwiGLU, otherwise 2), s sequence length, V padded vocabulary,
+B global batch size.
 All functions take a resolved configuration.
 """
 
-from megascale.config.schema import RunConfig
+from megascale.config.schema import ModelConfig, RunConfig
 
 __all__ = [
     "flops_per_iteration",
     "num_micro_batches",
     "num_parameters",
     "num_parameters_per_rank",
+    "num_query_groups",
+    "num_query_key_value_features",
     "padded_vocab_size",
     "tokens_per_iteration",
     "tokens_per_run",
@@ -22,12 +26,27 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def num_query_groups(model: ModelConfig) -> int:
+    """Return g; unless given, every head is a group of its own."""
+    return model.num_query_groups or model.num_attention_heads
+
+
+def num_query_key_value_features(model: ModelConfig) -> int:
+    """Return h + 2k, the outputs of the fused projection of attention."""
+    return model.hidden_size + 2 * (model.hidden_size // model.num_attention_heads) * num_query_groups(model)
+
+
+def _num_mlp_matrices(model: ModelConfig) -> int:
+    return 3 if model.activation == "swiglu" else 2
+
+
 def num_parameters(config: RunConfig) -> int:
     """Return the parameters of the model, the padding of the vocabulary included.
 
-    For f = 4h this is 12 L h^2 + 13 L h + (V + positions + 2) h: per layer 3h^2 + 3h for query, key and value, h^2 + h
-    for the attention output, 2hf + f + h for the MLP and 4h for two layer norms; then the embeddings (the output layer
-    shares the first) and the last layer norm.
+    Of GPT-2 with f = 4h this is 12 L h^2 + 13 L h + (V + positions + 2) h. In general, per layer, h (h + 2k) for query,
+    key and value, h^2 for the attention output, m h f for the MLP, two norms, and a bias for each output of these
+    matrices; then the word embedding, the output layer if it has its own, learned positions, and the norm after the
+    last pre-norm layer. A LayerNorm is 2h, an RMSNorm h.
     """
     return num_parameters_per_rank(config, tp=1)
 
@@ -35,18 +54,25 @@ def num_parameters(config: RunConfig) -> int:
 def num_parameters_per_rank(config: RunConfig, tp: int | None = None) -> int:
     """Return the parameters that one rank holds when `tp` ranks (None: as configured) share the model.
 
-    Split over the ranks are the matrices of attention and MLP, the biases of the column-parallel ones, and the word
-    embedding; every rank has all of the layer norms, the other biases and the position embedding.
+    Split over the ranks are the matrices of attention and MLP, the biases of the column-parallel ones, the word
+    embedding and the output layer; every rank has all of the norms, the other biases and the position embedding.
     """
     model = config.model
     tp = config.parallel.tensor_model_parallel_size if tp is None else tp
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    has_bias = not model.disable_bias_linear
     vocabulary = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by)
-    split_per_layer = 4 * hidden * hidden + 3 * hidden + 2 * hidden * ffn + ffn
-    replicated_per_layer = 2 * hidden + 4 * hidden
-    split = model.num_layers * split_per_layer + vocabulary * hidden
+    column_parallel_features = num_query_key_value_features(model) + (_num_mlp_matrices(model) - 1) * ffn
+    split_per_layer = hidden * column_parallel_features + (hidden + ffn) * hidden + has_bias * column_parallel_features
+    tables = 2 if model.untie_embeddings_and_output_weights else 1
+    split = model.num_layers * split_per_layer + tables * vocabulary * hidden
     assert split % tp == 0, f"{split} split parameters over {tp} ranks: the constraints should have refused this"
-    replicated = model.num_layers * replicated_per_layer + (model.max_position_embeddings + 2) * hidden
+    norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
+    replicated = model.num_layers * (2 * norm + has_bias * 2 * hidden)
+    if model.position_embedding_type == "learned_absolute":
+        replicated += model.max_position_embeddings * hidden
+    if model.norm_position == "pre":
+        replicated += norm
     return split // tp + replicated
 
 
@@ -68,10 +94,10 @@ def tokens_per_run(config: RunConfig) -> int:
 def flops_per_iteration(config: RunConfig, recompute_granularity: str | None = None) -> int:
     """Return the floating-point operations of one step, all ranks together; a multiplication and an addition are two.
 
-    Counted are the matrix products: per token and layer 8h^2 + 4hf for the linear layers and 4sh for attention (not
-    halved for causality), and 2hV for the logits. The backward pass costs twice the forward pass. Recomputation (None:
-    as configured) costs one more forward pass, if full of the layers, if selective of the 4sh of attention. With f = 4h
-    and full recomputation this equals
+    Counted are the matrix products: per token and layer 2h (h + 2k) + 2h^2 + 2mhf for the linear layers (8h^2 + 4hf
+    for GPT-2's) and 4sh for attention (not halved for causality), and 2hV for the logits. The backward pass costs twice
+    the forward pass. Recomputation (None: as configured) costs one more forward pass, if full of the layers, if
+    selective of the 4sh of attention. For GPT-2 with f = 4h and full recomputation this equals
     96 B s L h^2 (1 + s/(6h) + V/(16 L h)) of Narayanan et al. 2021 (arXiv:2104.04473).
     """
     model, seq_length = config.model, config.data.seq_length
@@ -79,7 +105,8 @@ def flops_per_iteration(config: RunConfig, recompute_granularity: str | None = N
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     vocabulary = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by)
     attention_core = 4 * seq_length * hidden
-    forward_per_layer = 8 * hidden * hidden + 4 * hidden * ffn + attention_core
+    weights_per_layer = hidden * (num_query_key_value_features(model) + hidden + _num_mlp_matrices(model) * ffn)
+    forward_per_layer = 2 * weights_per_layer + attention_core
     recomputed_per_layer = {"none": 0, "selective": attention_core, "full": forward_per_layer}[granularity]
     per_token = model.num_layers * (3 * forward_per_layer + recomputed_per_layer) + 3 * 2 * hidden * vocabulary
     return tokens_per_iteration(config) * per_token

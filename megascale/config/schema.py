@@ -77,7 +77,7 @@ class ModelConfig:
         None, "groups of attention heads that share one key and one value", derived="--num-attention-heads"
     )
     ffn_hidden_size: int = option(
-        None, "width inside the MLP", derived="4 x --hidden-size, with swiglu 8/3 of it rounded up to a multiple of 64"
+        None, "width inside the MLP", derived="4 x --hidden-size, 8/3 x with swiglu"
     )
     max_position_embeddings: int = option(None, "positions there are, in tokens", derived="--seq-length")
     vocab_size: int = option(None, "tokens of the vocabulary before padding", derived="the tokenizer's")

@@ -11,11 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megascale.parallel.boundary import Boundary
-from megascale.parallel.context import Axis
-from megascale.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megascale.parallel.random import RandomStreams
-from megascale.parallel.recompute import Recomputed
 
 
 class AttentionCore(nn.Module):
@@ -32,7 +28,11 @@ class AttentionCore(nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
         with self.streams.model_parallel() if dropout else nullcontext():
-            return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+            return self.attend(query, key, value, dropout)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        """Return the heads' values, averaged by softmax(query key^T / sqrt(d)) over the positions up to each."""
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
 
 class CausalSelfAttention(nn.Module):
@@ -43,43 +43,27 @@ class CausalSelfAttention(nn.Module):
     each way).
 
     Args:
-        dropout: Probability of dropping an attention weight, drawn from the rank's own stream.
-        boundary: How activations enter and leave; None: replicated ones.
-        recompute_core: Whether what the core saves is recomputed in the backward pass.
-        init_std, output_init_std: Standard deviations of the projection's and the output's initial weights.
+        qkv: The column-parallel projection to queries, keys and values.
+        core: What happens between the projections: query, key, value -> [b, a/t, s, d].
+        output: The row-parallel projection back to h.
+        num_local_heads, head_dim: a/t and d.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        dropout: float,
-        init_std: float,
-        output_init_std: float,
-        axis: Axis,
-        streams: RandomStreams,
-        dtype: torch.dtype,
-        device: torch.device,
-        boundary: Boundary | None = None,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, qkv: nn.Module, core: nn.Module, output: nn.Module, num_local_heads: int, head_dim: int) -> None:
         super().__init__()
-        if hidden_size % num_heads or num_heads % axis.size:
-            raise ValueError(
-                f"hidden size {hidden_size} must divide into {num_heads} heads, and those over {axis.size} ranks"
-            )
-        self.head_dim = hidden_size // num_heads
-        self.num_local_heads = num_heads // axis.size
-        self.qkv = ColumnParallelLinear(hidden_size, 3 * hidden_size, axis, init_std, dtype, device, boundary)
-        core = AttentionCore(dropout, streams)
-        self.core: nn.Module = Recomputed(core, streams) if recompute_core else core
-        self.output = RowParallelLinear(hidden_size, hidden_size, axis, output_init_std, dtype, device, boundary)
+        self.num_local_heads = num_local_heads
+        self.head_dim = head_dim
+        self.qkv = qkv
+        self.core = core
+        self.output = output
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(x)
+        query, key, value = self.heads(self.qkv(x))
+        context = self.core(query, key, value).permute(2, 0, 1, 3)
+        return self.output(context.reshape(*context.shape[:2], self.num_local_heads * self.head_dim))
+
+    def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return query, key and value [b, a/t, s, d] out of a rank's projection [s, b, 3 h/t]."""
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, self.num_local_heads, 3, self.head_dim)
-        # [s, b, a/t, d] -> [b, a/t, s, d]
-        query, key, value = (part.permute(1, 2, 0, 3) for part in qkv.unbind(dim=3))
-        context = self.core(query, key, value)
-        return self.output(context.permute(2, 0, 1, 3).reshape(s, b, self.num_local_heads * self.head_dim))
+        return tuple(part.permute(1, 2, 0, 3) for part in qkv.unbind(dim=3))

@@ -1,4 +1,4 @@
-"""One pre-norm transformer block."""
+"""A transformer block, with its norms before the branches or after the residual sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         attention, mlp: Modules [s, b, h] -> [s, b, h].
-        attention_norm, mlp_norm: The normalisation before each.
+        attention_norm, mlp_norm: The normalisation of each.
         dropout: Of the elements of either branch (`Boundary.dropout`).
     """
 
@@ -28,3 +28,14 @@ class TransformerBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class PostNormBlock(TransformerBlock):
+    """x [s, b, h] -> norm(x + dropout(attention(x))), then norm(.. + dropout(mlp(..))), all outside the regions.
+
+    The original transformer's order (Vaswani et al. 2017, section 3.1). What leaves the last block is normed already.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x)))
+        return self.mlp_norm(x + self.dropout(self.mlp(x)))

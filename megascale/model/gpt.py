@@ -1,7 +1,7 @@
-"""GPT-2: a pre-norm transformer decoder with learned positions and a head tied to the word embedding.
+"""A transformer decoder: by default GPT-2, pre-norm with learned positions and a head tied to the word embedding.
 
 Radford et al. 2019; Shoeybi et al. 2019, section 3 for how it is split. The model is told its axis and its random
-streams and knows nothing of the trainer, nor of data parallelism.
+streams and knows nothing of the trainer, nor of data parallelism. What it is made of, `model.parts` chooses.
 
 Legend: s sequence, b batch, h hidden, v padded vocabulary, t tensor-parallel ranks, L layers.
 
@@ -12,21 +12,15 @@ recomputation), and 3 scalars per token in the loss. With the sequence split, ea
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megascale.config.accounting import padded_vocab_size
 from megascale.config.schema import ModelConfig
-from megascale.model.attention import CausalSelfAttention
-from megascale.model.block import TransformerBlock
-from megascale.model.mlp import MLP
+from megascale.model.parts import ModelParts
 from megascale.parallel.boundary import Boundary
 from megascale.parallel.context import Axis
-from megascale.parallel.cross_entropy import VocabularySlice, linear_cross_entropy, vocab_parallel_cross_entropy
-from megascale.parallel.layers import LayerNorm, PositionEmbedding, VocabParallelEmbedding
+from megascale.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from megascale.parallel.random import RandomStreams
 from megascale.parallel.recompute import recompute
 
@@ -57,62 +51,49 @@ class GPT(nn.Module):
         boundary: Boundary | None = None,
     ) -> None:
         super().__init__()
-        device = device or torch.device("cpu")
-        sizes = (config.ffn_hidden_size, config.max_position_embeddings, config.vocab_size)
-        assert None not in sizes, "the configuration is resolved"
+        parts = ModelParts(
+            config,
+            axis,
+            streams,
+            dtype,
+            device or torch.device("cpu"),
+            boundary,
+            recompute_core=recompute_granularity == "selective",
+        )
         self.config = config
         self.axis = axis
         self.streams = streams
-        self.boundary = boundary or Boundary(axis)
+        self.boundary = parts.boundary
         self.recompute_blocks = recompute_granularity == "full"
         self.label_smoothing = label_smoothing
-        h, std = config.hidden_size, config.init_method_std
-        # Weights that write into the residual stream start smaller by sqrt(2L) (Radford et al. 2019, section 2.3).
-        output_std = std / math.sqrt(2.0 * config.num_layers)
-        num_rows = padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by)
-        self.word_embedding = VocabParallelEmbedding(num_rows, h, axis, std, dtype, device, self.boundary)
-        self.position_embedding = PositionEmbedding(
-            config.max_position_embeddings, h, axis, std, dtype, device, self.boundary
-        )
-        self.embedding_dropout = self.boundary.dropout(config.hidden_dropout)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(
-                LayerNorm(h, axis, config.layernorm_epsilon, dtype, device, self.boundary),
-                CausalSelfAttention(
-                    h,
-                    config.num_attention_heads,
-                    config.attention_dropout,
-                    std,
-                    output_std,
-                    axis,
-                    streams,
-                    dtype,
-                    device,
-                    self.boundary,
-                    recompute_core=recompute_granularity == "selective",
-                ),
-                LayerNorm(h, axis, config.layernorm_epsilon, dtype, device, self.boundary),
-                MLP(h, config.ffn_hidden_size, std, output_std, axis, dtype, device, self.boundary),
-                self.boundary.dropout(config.hidden_dropout),
-            )
-            for _ in range(config.num_layers)
-        )
-        self.final_norm = LayerNorm(h, axis, config.layernorm_epsilon, dtype, device, self.boundary)
-        self.vocabulary = VocabularySlice(axis, config.vocab_size, num_rows // axis.size)
+        self.word_embedding = parts.word_embedding()
+        self.position_embedding = parts.position_embedding()
+        self.embedding_dropout = parts.dropout()
+        self.blocks = nn.ModuleList(parts.block() for _ in range(config.num_layers))
+        self.final_norm = parts.final_norm()
+        self.head = parts.head()
+        self.vocabulary = parts.vocabulary()
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """The weight of the output layer, [v/t, h]: the word embedding's, or its own."""
+        return self.word_embedding.weight if self.head is None else self.head.weight
 
     def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the final normed states. tokens [b, s] replicated -> [s, b, h] outside the regions: see `boundary`.
 
         Raises:
-            ValueError: The sequence is longer than the learned positions, or cannot be split over the ranks.
+            ValueError: The sequence is longer than there are positions, or cannot be split over the ranks.
         """
         num_positions = tokens.shape[1]
-        if num_positions > self.position_embedding.weight.shape[0]:
+        if num_positions > self.config.max_position_embeddings:
             raise ValueError(
                 f"a sequence of {num_positions} tokens, but --max-position-embeddings is "
-                f"{self.position_embedding.weight.shape[0]}"
+                f"{self.config.max_position_embeddings}"
             )
-        x = self.word_embedding(tokens.t()) + self.position_embedding(num_positions)
+        x = self.word_embedding(tokens.t())
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(num_positions)
         x = self.embedding_dropout(x)
         recomputes = self.recompute_blocks and torch.is_grad_enabled()
         for block in self.blocks:
@@ -125,7 +106,7 @@ class GPT(nn.Module):
         The last columns of the last rank are padding (see `self.vocabulary`); their values mean nothing.
         """
         x = self.boundary.enter(self.hidden_states(tokens))
-        return F.linear(x, self.word_embedding.weight).transpose(0, 1)
+        return F.linear(x, self.output_weight).transpose(0, 1)
 
     def token_losses(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return each position's loss in nats, without label smoothing. tokens, targets [b, s] -> [b, s] replicated."""
@@ -142,7 +123,7 @@ class GPT(nn.Module):
         x = self.boundary.enter(self.hidden_states(tokens))
         return linear_cross_entropy(
             x.reshape(-1, x.shape[-1]),
-            self.word_embedding.weight,
+            self.output_weight,
             targets.t().reshape(-1),
             loss_weights.t().reshape(-1),
             self.vocabulary,

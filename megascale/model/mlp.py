@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+from collections.abc import Callable
 
-from megascale.parallel.context import Axis
-from megascale.parallel.layers import ColumnParallelLinear, RowParallelLinear
+import torch
+from torch import nn
 
 
 class MLP(nn.Module):
-    """x [s, b, h] replicated -> [s, b, h] replicated, by h -> ffn, GeLU, ffn -> h.
+    """x [s, b, h] -> [s, b, h], outside the regions, by h -> ffn, the activation, ffn -> h.
 
-    The first GEMM is split by columns, so that GeLU, which is not linear, sees whole sums; the second by rows.
-    Communication: f before, g after, one all-reduce each way. GeLU is the tanh approximation that GPT-2 was trained
-    with.
+    The first GEMM is split by columns, so that the activation, which is not linear, sees whole sums; the second by
+    rows. Communication: entering before and leaving after (f and g: one all-reduce each way).
+
+    Args:
+        up: The column-parallel product (for a gated activation, `GatedColumnParallelLinear`).
+        down: The row-parallel product.
+        activation: What turns the outputs of `up` into the inputs of `down`; one of `model.activations`.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        init_std: float,
-        output_init_std: float,
-        axis: Axis,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, up: nn.Module, down: nn.Module, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, axis, init_std, dtype, device)
-        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, axis, output_init_std, dtype, device)
+        self.up = up
+        self.down = down
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.activation(self.up(x)))

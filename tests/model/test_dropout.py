@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from megascale.config.layout import ParallelLayout
+from megascale.config.schema import ModelConfig
 from megascale.model.attention import CausalSelfAttention
 from megascale.model.block import TransformerBlock
+from megascale.model.parts import ModelParts
 from megascale.parallel.boundary import Dropout
 from megascale.parallel.context import ParallelContext, single_process
 from megascale.parallel.random import RandomStreams
 from megascale.parallel.sharding import initialise
 from tests.full import full_gradients
-from tests.model.tiny import tiny_batch, tiny_gpt
+from tests.model.tiny import TINY, tiny_batch, tiny_gpt
 
 CPU = torch.device("cpu")
 NUM_DRAWS = 20_000
@@ -40,7 +42,10 @@ def _deviations(module: nn.Module, x: torch.Tensor) -> tuple[float, float]:
 
 def _attention(dropout: float = 0.25) -> nn.Module:
     axis = single_process().tp
-    module = CausalSelfAttention(8, 2, dropout, 0.5, 0.5, axis, RandomStreams(0, axis, CPU), torch.float64, CPU)
+    config = ModelConfig(
+        **TINY | {"hidden_size": 8, "num_attention_heads": 2, "attention_dropout": dropout, "init_method_std": 0.5}
+    )
+    module = ModelParts(config, axis, RandomStreams(0, axis, CPU), torch.float64, CPU).attention()
     initialise(module, 1)
     return module
 
