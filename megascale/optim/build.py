@@ -10,7 +10,7 @@ from torch import nn
 
 from megascale.config.schema import RunConfig
 from megascale.optim.adam import build_adamw
-from megascale.optim.gradients import GradientBuffer, global_norm, sum_partial_gradients
+from megascale.optim.gradients import GradientBuffer, global_norm, sum_partial_gradients, sum_shared_gradients
 from megascale.optim.precision import LossScaler, MasterWeights
 from megascale.optim.schedule import learning_rate
 from megascale.parallel.context import Axis
@@ -46,15 +46,16 @@ class ModelOptimizer:
         model: The rank's model, initialised. In half precision its parameters are replaced here by rounded ones.
         config: A resolved configuration.
         tp, dp: The axes to take the norm and reduce the gradients over.
+        pp: The pipeline of stages that the norm is taken over as well; None: the model is one stage.
 
     Attributes:
         num_updates: Updates made so far; the learning rate follows it. Skipped steps do not count.
         scaler: Its `scale` multiplies the loss before the backward pass.
     """
 
-    def __init__(self, model: nn.Module, config: RunConfig, tp: Axis, dp: Axis) -> None:
+    def __init__(self, model: nn.Module, config: RunConfig, tp: Axis, dp: Axis, pp: Axis | None = None) -> None:
         self._config = config
-        self._tp, self._dp = tp, dp
+        self._tp, self._dp, self._pp = tp, dp, pp
         declared = declared_parameters(model)
         half = torch.float16 if config.train.fp16 else torch.bfloat16 if config.train.bf16 else None
         self._masters = MasterWeights(declared, half) if half is not None else None
@@ -83,9 +84,10 @@ class ModelOptimizer:
             NonFiniteGradients: Not float16 with a dynamic scale, or that scale is at its minimum.
         """
         sum_partial_gradients(self.gradients, self._tp)
+        sum_shared_gradients(self.gradients)
         self.gradients.all_reduce_(self._dp)
         factor = normaliser / self.scaler.scale
-        norm = global_norm(self.gradients, self._tp) * factor
+        norm = global_norm(self.gradients, self._tp, self._pp) * factor
         lr = learning_rate(self._config.schedule, self.num_updates + 1)
         if not math.isfinite(norm):
             if not self.scaler.dynamic or self.scaler.exhausted:

@@ -6,8 +6,9 @@ The shared stream is torch's default generator, seeded with `seed`; the model-pa
 tp rank`.
 
 Both are re-seeded at the start of every micro-batch from (their seed, step, index of the micro-batch in the global
-batch). So there is no random state to save: a resumed run draws what the uninterrupted one draws, and a shared-stream
-mask does not depend on the data-parallel size nor on the accumulation count.
+batch), and at every layer from these and the layer's number. So there is no random state to save: a resumed run draws
+what the uninterrupted one draws, and a shared-stream mask does not depend on the data-parallel size, on the
+accumulation count, nor on the pipeline stage that draws it.
 """
 
 from __future__ import annotations
@@ -59,9 +60,21 @@ class RandomStreams:
             step: The training step, counted from 0.
             micro_batch: The micro-batch's place in the global batch, counted over data-parallel ranks.
         """
-        self._generator.manual_seed(mix_seed(self.model_parallel_seed, step, micro_batch))
+        self._seed_with(step, micro_batch)
+        self._place = (step, micro_batch)
+
+    def start_layer(self, layer: int) -> None:
+        """Re-seed both streams for one layer of the micro-batch that was started last.
+
+        Args:
+            layer: Its number in the whole model.
+        """
+        self._seed_with(*self._place, layer)
+
+    def _seed_with(self, *place: int) -> None:
+        self._generator.manual_seed(mix_seed(self.model_parallel_seed, *place))
         self._model_parallel_state = self._generator.get_state()
-        self._generator.manual_seed(mix_seed(self.shared_seed, step, micro_batch))
+        self._generator.manual_seed(mix_seed(self.shared_seed, *place))
 
     @contextmanager
     def model_parallel(self) -> Iterator[None]:
@@ -96,11 +109,11 @@ class RandomStreams:
         self._model_parallel_state = states.model_parallel
 
 
-def mix_seed(seed: int, step: int, micro_batch: int) -> int:
-    """Hash (seed, step, micro-batch) to 63 bits: SplitMix64's finaliser (Steele et al. 2014) over the three in turn."""
+def mix_seed(seed: int, *place: int) -> int:
+    """Hash (seed, step, micro-batch, ..) to 63 bits: SplitMix64's finaliser (Steele et al. 2014) over each in turn."""
     mask = (1 << 64) - 1
     state = 0
-    for value in (seed, step, micro_batch):
+    for value in (seed, *place):
         state = (state + value + 0x9E3779B97F4A7C15) & mask
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask

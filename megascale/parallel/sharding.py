@@ -1,7 +1,7 @@
 """What a layer declares of each of its parameters, once: shape, split dim, initial values, decay, partial gradient.
 
-Initialisation, gradient sums and norm, weight-decay groups, checkpoint slices and parameter counts all read that declaration;
-nothing is inferred from a name.
+Initialisation, gradient sums and norm, weight-decay groups, checkpoint slices and parameter counts all read that
+declaration; nothing is inferred from a name.
 
 Initial values are a pure function of (seed, parameter name, global index): element e of the parameter, counted with its
 split dim outermost, comes from word e of a Philox-4x64 counter stream keyed by (seed, name). Every rank computes only
@@ -76,20 +76,35 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class DeclaredParameter:
-    """A parameter with its declaration and the axis it is split over."""
+    """A parameter with its declaration, the axis it is split over, and the one over which pipeline stages share it."""
 
     name: str
     parameter: nn.Parameter
     spec: ParameterSpec
     axis: Axis
+    copies: Axis | None = None
 
     @property
     def is_split(self) -> bool:
         return self.spec.split_dim is not None
 
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this is the stage on which a parameter counts that several pipeline stages hold (always, of others).
+
+        Their gradients are summed over `copies`, and as initial values follow from the name, copies stay equal.
+        """
+        return self.copies is None or self.copies.rank == 0
+
 
 class ParallelModule(nn.Module):
-    """A module that declares its parameters. Subclasses call `declare` instead of assigning an `nn.Parameter`."""
+    """A module that declares its parameters. Subclasses call `declare` instead of assigning an `nn.Parameter`.
+
+    Attributes:
+        copies: The axis over which other pipeline stages hold the same parameters; None: none do.
+    """
+
+    copies: Axis | None = None
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -127,7 +142,9 @@ def declared_parameters(model: nn.Module) -> list[DeclaredParameter]:
             seen.add(id(parameter))
             full_name = f"{path}.{name}" if path else name
             assert isinstance(module, ParallelModule), f"parameter {full_name} has no declared layout"
-            found.append(DeclaredParameter(full_name, parameter, module.parameter_specs[name], module.axis))
+            found.append(
+                DeclaredParameter(full_name, parameter, module.parameter_specs[name], module.axis, module.copies)
+            )
     return found
 
 

@@ -8,7 +8,18 @@ from megascale.config.layout import Coordinates, ParallelLayout
 from megascale.utils.errors import UserError
 
 # (tp, dp, pp)
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (3, 5, 1), (8, 64, 1), (1, 1, 2), (2, 3, 4), (8, 4, 16)]
+LAYOUTS = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (2, 2, 1),
+    (4, 1, 1),
+    (3, 5, 1),
+    (8, 64, 1),
+    (1, 1, 2),
+    (2, 3, 4),
+    (8, 4, 16),
+]
 
 
 def test_512_ranks_as_in_the_paper():

@@ -38,14 +38,17 @@ class Deadlock(AssertionError):
     """Every rank that has work left waits for another."""
 
 
-def simulate(orders, pp, chunks, buffered_sends=True):
+def simulate(orders, pp, chunks, room=None):
     """Run each rank's tasks in order; return (end of the step, most micro-batches x chunks kept on each rank).
 
-    A task waits for the message it needs. Sends do not wait; or (not buffered) they wait until the receiver is ready to
-    start the task that reads the message, its own sends done.
+    A task waits for the message it reads, and its rank then waits until at most `room` of the messages that it sent over
+    one link (to one rank in one direction) are unread; None: sends never wait. With room 0 a message is read when the
+    reader has come to its task and waits for none of its own messages.
     """
     num_stages = pp * chunks
     done: dict[tuple[Pass, int, int], float] = {}
+    started: dict[tuple[Pass, int, int], float] = {}
+    sent: dict[tuple[int, Pass], list[tuple[Pass, int, int]]] = {(r, d): [] for r in range(pp) for d in Pass}
     clock, position, unsent, kept, most = [0.0] * pp, [0] * pp, [False] * pp, [0] * pp, [0] * pp
 
     def needed(rank, task):
@@ -55,16 +58,37 @@ def simulate(orders, pp, chunks, buffered_sends=True):
         after = [(Pass.BACKWARD, stage + 1, task.micro_batch)] if stage < num_stages - 1 else []
         return [*after, (Pass.FORWARD, stage, task.micro_batch)]
 
+    def is_read(message):
+        direction, stage, micro_batch = message
+        reader, task = stage % pp, Task(direction, micro_batch, stage // pp)
+        waits_there = position[reader] < len(orders[reader]) and orders[reader][position[reader]] == task
+        return message in started or (room == 0 and waits_there and not unsent[reader])
+
     def still_sends(rank):
-        """Whether the message of the rank's last task has not been taken yet, so that the rank cannot go on."""
-        if buffered_sends or not unsent[rank]:
-            return False
-        last = orders[rank][position[rank] - 1]
-        stage = last.chunk * pp + rank + (1 if last.direction is Pass.FORWARD else -1)
-        reader, reads = stage % pp, Task(last.direction, last.micro_batch, stage // pp)
-        waits = 0 <= stage < num_stages and (unsent[reader] or orders[reader][position[reader]] != reads)
-        unsent[rank] = waits
-        return waits
+        """Whether too many messages on the link of the rank's last task are unread, so that the rank cannot go on."""
+        if unsent[rank]:
+            last = orders[rank][position[rank] - 1]
+            messages = sent[rank, last.direction]
+            oldest = messages[-1 - room] if room is not None and len(messages) > room else None
+            unsent[rank] = oldest is not None and not is_read(oldest)
+            if not unsent[rank] and oldest is not None:
+                clock[rank] = max(clock[rank], started.get(oldest, 0.0))
+        return unsent[rank]
+
+    def run(rank, task):
+        is_forward = task.direction is Pass.FORWARD
+        stage = task.chunk * pp + rank
+        start = max([clock[rank], *(done[key] for key in needed(rank, task))])
+        clock[rank] = start + (FORWARD_TIME if is_forward else BACKWARD_TIME) / chunks
+        started[(task.direction, stage, task.micro_batch)] = start
+        done[(task.direction, stage, task.micro_batch)] = clock[rank]
+        kept[rank] += 1 if is_forward else -1
+        most[rank] = max(most[rank], kept[rank])
+        position[rank] += 1
+        target = stage + (1 if is_forward else -1)
+        if 0 <= target < num_stages:
+            sent[rank, task.direction].append((task.direction, target, task.micro_batch))
+            unsent[rank] = True
 
     while any(position[rank] < len(orders[rank]) for rank in range(pp)):
         moved = False
@@ -73,14 +97,7 @@ def simulate(orders, pp, chunks, buffered_sends=True):
                 task = orders[rank][position[rank]]
                 if any(key not in done for key in needed(rank, task)):
                     break
-                start = max([clock[rank], *(done[key] for key in needed(rank, task))])
-                is_forward = task.direction is Pass.FORWARD
-                clock[rank] = start + (FORWARD_TIME if is_forward else BACKWARD_TIME) / chunks
-                done[(task.direction, task.chunk * pp + rank, task.micro_batch)] = clock[rank]
-                kept[rank] += 1 if is_forward else -1
-                most[rank] = max(most[rank], kept[rank])
-                position[rank] += 1
-                unsent[rank] = True
+                run(rank, task)
                 moved = True
         if not moved:
             raise Deadlock(str(position))
@@ -104,10 +121,11 @@ def test_each_micro_batch_passes_each_chunk_once_each_way(pp, chunks, num_micro_
         assert set(order) == expected
 
 
+@pytest.mark.parametrize("room", [None, 1])
 @pytest.mark.parametrize(("pp", "chunks", "num_micro_batches"), CASES)
-def test_a_step_ends_and_is_idle_as_long_as_the_paper_says(pp, chunks, num_micro_batches):
+def test_a_step_ends_and_is_idle_as_long_as_the_paper_says(pp, chunks, num_micro_batches, room):
     """Narayanan et al. 2021, section 2.2: bubble / ideal time = (p - 1) / m, and 1/v of it interleaved."""
-    end, _ = simulate(_orders(pp, chunks, num_micro_batches), pp, chunks)
+    end, _ = simulate(_orders(pp, chunks, num_micro_batches), pp, chunks, room)
     ideal = num_micro_batches * (FORWARD_TIME + BACKWARD_TIME)
     assert (end - ideal) / ideal == pytest.approx(bubble_fraction(pp, chunks, num_micro_batches), rel=1e-12)
 
@@ -194,9 +212,9 @@ def test_the_simulation_would_notice_a_deadlock():
 def test_sends_must_not_wait_for_their_receiver():
     """Neighbours in the steady state send to each other at once: with sends that wait, 1F1B itself would deadlock."""
     orders = _orders(2, 1, 4)
-    simulate(orders, 2, 1, buffered_sends=True)
+    simulate(orders, 2, 1, room=1)
     with pytest.raises(Deadlock):
-        simulate(orders, 2, 1, buffered_sends=False)
+        simulate(orders, 2, 1, room=0)
 
 
 def test_stages_hold_all_layers_once_in_order():

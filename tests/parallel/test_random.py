@@ -89,6 +89,25 @@ def test_start_repeats_itself_and_tells_steps_apart() -> None:
     assert len({str(masks) for masks in drawn.values()}) == 4
 
 
+def test_a_layer_draws_the_same_whatever_was_drawn_before() -> None:
+    """So that a pipeline stage, which skips the layers before its own, drops what one process drops."""
+    streams, masks = _streams(), {}
+    streams.start(3, 1)
+    for layer in range(4):
+        streams.start_layer(layer)
+        masks[layer] = _interleaved_masks(streams)
+    for layer in (2, 0, 3):
+        other = _streams()
+        other.start(3, 1)
+        other.start_layer(layer)
+        assert _interleaved_masks(other) == masks[layer]
+    streams.start(3, 1)
+    assert len({str(mask) for mask in [*masks.values(), _interleaved_masks(streams)]}) == 5
+    streams.start(3, 2)
+    streams.start_layer(0)
+    assert _interleaved_masks(streams) != masks[0], "another micro-batch"
+
+
 def test_the_shared_stream_stands_still_inside() -> None:
     streams = _streams()
     streams.start(0, 0)
@@ -130,7 +149,7 @@ def test_the_checks_would_notice_one_stream_for_all(ranks) -> None:
 
 
 def _masks_with_one_seed(context: ParallelContext) -> dict[str, list[list[bool]]]:
-    with mock.patch.object(random_module, "mix_seed", lambda seed, step, micro_batch: step + micro_batch):
+    with mock.patch.object(random_module, "mix_seed", lambda seed, *place: sum(place)):
         return _masks_of_a_rank(context)
 
 
