@@ -12,10 +12,13 @@ recomputation), and 3 scalars per token in the loss. With the sequence split, ea
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megascale.config.pipeline import PipelineStage, stages_of_rank
 from megascale.config.schema import ModelConfig
 from megascale.model.parts import ModelParts
 from megascale.parallel.boundary import Boundary
@@ -26,7 +29,10 @@ from megascale.parallel.recompute import recompute
 
 
 class GPT(nn.Module):
-    """A GPT language model over one tensor axis.
+    """A GPT language model over one tensor axis, or the pipeline stages of it that one rank holds.
+
+    A stage's parameters have the names that they have in the whole model. The whole model is
+    `loss(run_layers(embed(tokens), all layers), ..)`; of these a stage can do what it holds the parts for.
 
     Args:
         config: The model section of a resolved configuration (sizes set, vocabulary known).
@@ -37,6 +43,8 @@ class GPT(nn.Module):
             (blocks).
         label_smoothing: Weight of the uniform distribution in the training target.
         boundary: How activations lie outside the tensor-parallel regions; None: replicated.
+        stages: The pipeline stages to hold; none given: the whole model.
+        pp_ends: The axis over the first and the last stage, which both hold the word embedding if the head is tied.
     """
 
     def __init__(
@@ -49,6 +57,8 @@ class GPT(nn.Module):
         recompute_granularity: str = "none",
         label_smoothing: float = 0.0,
         boundary: Boundary | None = None,
+        stages: Sequence[PipelineStage] = (),
+        pp_ends: Axis | None = None,
     ) -> None:
         super().__init__()
         parts = ModelParts(
@@ -66,21 +76,34 @@ class GPT(nn.Module):
         self.boundary = parts.boundary
         self.recompute_blocks = recompute_granularity == "full"
         self.label_smoothing = label_smoothing
-        self.word_embedding = parts.word_embedding()
-        self.position_embedding = parts.position_embedding()
+        self.stages = tuple(stages) or stages_of_rank(config.num_layers, pp=1, chunks=1, pp_rank=0)
+        is_first, is_last = self.stages[0].is_first, self.stages[-1].is_last
+        is_tied = not config.untie_embeddings_and_output_weights
+        self.word_embedding = parts.word_embedding() if is_first or (is_last and is_tied) else None
+        if self.word_embedding is not None and is_tied and not (is_first and is_last):
+            assert pp_ends is not None, "the other stage holds the tied embedding as well"
+            self.word_embedding.copies = pp_ends
+        self.position_embedding = parts.position_embedding() if is_first else None
         self.embedding_dropout = parts.dropout()
-        self.blocks = nn.ModuleList(parts.block() for _ in range(config.num_layers))
-        self.final_norm = parts.final_norm()
-        self.head = parts.head()
+        self.blocks = nn.ModuleDict({str(layer): parts.block() for stage in self.stages for layer in stage.layers})
+        self.final_norm = parts.final_norm() if is_last else nn.Identity()
+        self.head = parts.head() if is_last else None
         self.vocabulary = parts.vocabulary()
+        self._drops = config.hidden_dropout > 0 or config.attention_dropout > 0
 
     @property
     def output_weight(self) -> torch.Tensor:
         """The weight of the output layer, [v/t, h]: the word embedding's, or its own."""
-        return self.word_embedding.weight if self.head is None else self.head.weight
+        holder = self.word_embedding if self.head is None else self.head
+        assert holder is not None, "the last stage holds the output layer"
+        return holder.weight
 
-    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the final normed states. tokens [b, s] replicated -> [s, b, h] outside the regions: see `boundary`.
+    def states_shape(self, num_samples: int, num_positions: int) -> tuple[int, int, int]:
+        """Return the shape of the activations between layers on this rank, [s, b, h] outside the regions."""
+        return (self.boundary.local_length(num_positions), num_samples, self.config.hidden_size)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what enters the first layer. tokens [b, s] replicated -> [s, b, h] outside the regions.
 
         Raises:
             ValueError: The sequence is longer than there are positions, or cannot be split over the ranks.
@@ -91,14 +114,44 @@ class GPT(nn.Module):
                 f"a sequence of {num_positions} tokens, but --max-position-embeddings is "
                 f"{self.config.max_position_embeddings}"
             )
+        assert self.word_embedding is not None, "the first stage holds the embedding"
         x = self.word_embedding(tokens.t())
         if self.position_embedding is not None:
             x = x + self.position_embedding(num_positions)
-        x = self.embedding_dropout(x)
+        return self.embedding_dropout(x)
+
+    def run_layers(self, x: torch.Tensor, layers: Iterable[int]) -> torch.Tensor:
+        """Return x [s, b, h] after the layers of the given numbers, which this rank must hold."""
         recomputes = self.recompute_blocks and torch.is_grad_enabled()
-        for block in self.blocks:
+        for layer in layers:
+            block = self.blocks[str(layer)]
+            if self._drops and self.training:
+                self.streams.start_layer(layer)
             x = recompute(block, self.streams, x) if recomputes else block(x)
-        return self.final_norm(x)
+        return x
+
+    def loss(
+        self, x: torch.Tensor, targets: torch.Tensor, loss_weights: torch.Tensor, gradient_scale: float = 1.0
+    ) -> torch.Tensor:
+        """Return `forward`'s sum of losses from what the last layer put out, x [s, b, h] outside the regions."""
+        x = self.boundary.enter(self.final_norm(x))
+        return linear_cross_entropy(
+            x.reshape(-1, x.shape[-1]),
+            self.output_weight,
+            targets.t().reshape(-1),
+            loss_weights.t().reshape(-1),
+            self.vocabulary,
+            self.label_smoothing if self.training else 0.0,
+            gradient_scale,
+        )
+
+    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the final normed states. tokens [b, s] replicated -> [s, b, h] outside the regions: see `boundary`.
+
+        Raises:
+            ValueError: The sequence is longer than there are positions, or cannot be split over the ranks.
+        """
+        return self.final_norm(self.run_layers(self.embed(tokens), range(self.config.num_layers)))
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of the logits. tokens [b, s] replicated -> [b, s, v/t] split on the last dim.
@@ -120,13 +173,5 @@ class GPT(nn.Module):
         tokens, targets, loss_weights [b, s] replicated; see `linear_cross_entropy` for `gradient_scale`. Label
         smoothing applies in training mode only.
         """
-        x = self.boundary.enter(self.hidden_states(tokens))
-        return linear_cross_entropy(
-            x.reshape(-1, x.shape[-1]),
-            self.output_weight,
-            targets.t().reshape(-1),
-            loss_weights.t().reshape(-1),
-            self.vocabulary,
-            self.label_smoothing if self.training else 0.0,
-            gradient_scale,
-        )
+        states = self.run_layers(self.embed(tokens), range(self.config.num_layers))
+        return self.loss(states, targets, loss_weights, gradient_scale)
