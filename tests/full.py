@@ -29,7 +29,8 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     gradients = {}
     for d in declared_parameters(model):
-        gradients[d.name] = full(d, gradient_of(d.parameter))
+        gradient = gradient_of(d.parameter)
+        gradients[d.name] = full(d, d.axis.all_reduce(gradient) if d.spec.gradient_is_partial else gradient)
     return gradients
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from megascale.config.schema import ModelConfig
+from megascale.config.schema import ModelConfig, ParallelConfig
 from megascale.model.gpt import GPT
+from megascale.parallel.boundary import build_boundary
 from megascale.parallel.context import ParallelContext
 from megascale.parallel.random import RandomStreams
 from megascale.parallel.sharding import initialise
@@ -28,10 +29,19 @@ SEED = 1234
 
 
 def tiny_gpt(context: ParallelContext, dtype: torch.dtype = torch.float64, **changes: Any) -> GPT:
-    """Return an initialised tiny GPT of this rank; `changes` are to the model section, or arguments of GPT."""
+    """Return an initialised tiny GPT of this rank.
+
+    `changes` are to the model section, or arguments of GPT, or `sequence_parallel` and `overlap`.
+    """
+    parallel = ParallelConfig(
+        sequence_parallel=changes.pop("sequence_parallel", False),
+        async_tensor_model_parallel_allreduce=changes.pop("overlap", False),
+    )
     arguments = {name: changes.pop(name) for name in ("recompute_granularity", "label_smoothing") if name in changes}
     config = ModelConfig(**(TINY | changes))
-    model = GPT(config, context.tp, RandomStreams(SEED, context.tp, context.device), dtype, context.device, **arguments)
+    streams = RandomStreams(SEED, context.tp, context.device)
+    arguments["boundary"] = build_boundary(context.tp, streams, parallel)
+    model = GPT(config, context.tp, streams, dtype, context.device, **arguments)
     # Larger than in training, so that attention is far from uniform and every term counts.
     initialise(model, SEED)
     with torch.no_grad():

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from megascale.config.layout import ParallelLayout
-from megascale.parallel.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, scatter_to_ranks
+from megascale.parallel.collectives import (
+    copy_to_ranks,
+    gather_from_ranks,
+    gather_sequence,
+    reduce_from_ranks,
+    reduce_scatter_sequence,
+    scatter_to_ranks,
+)
 from megascale.parallel.context import ParallelContext, single_process
 from tests.full import gradient_of
 
@@ -15,28 +22,30 @@ OPS = {
     "reduce": reduce_from_ranks,
     "scatter": scatter_to_ranks,
     "gather": gather_from_ranks,
+    "gather sequence": gather_sequence,
+    "reduce-scatter sequence": reduce_scatter_sequence,
 }
 # Which side of an op is replicated (counted once in the inner product) and which is per rank (summed over ranks).
-REPLICATED_INPUT = {"copy": True, "reduce": False, "scatter": True, "gather": False}
-REPLICATED_OUTPUT = {"copy": False, "reduce": True, "scatter": False, "gather": True}
+REPLICATED_INPUT = {"copy", "scatter"}
+REPLICATED_OUTPUT = {"reduce", "gather"}
 
 
 def _forward_and_transpose(context: ParallelContext, name: str) -> tuple[float, float]:
     """Return <A x, y> and <x, A^T y> for random x, y; A^T by autograd."""
     axis = context.tp
 
-    def draw(replicated: bool, width: int) -> torch.Tensor:
+    def draw(replicated: bool, shape: torch.Size) -> torch.Tensor:
         seed = 1 if replicated else 10 + axis.rank
-        return torch.randn(3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
-    x = draw(REPLICATED_INPUT[name], 8).requires_grad_()
+    x = draw(name in REPLICATED_INPUT, torch.Size((4, 8))).requires_grad_()
     y = OPS[name](x, axis)
-    cotangent = draw(REPLICATED_OUTPUT[name], y.shape[-1])
+    cotangent = draw(name in REPLICATED_OUTPUT, y.shape)
     y.backward(cotangent)
     left, right = (y * cotangent).sum().detach(), (gradient_of(x) * x).sum().detach()
-    if not REPLICATED_OUTPUT[name]:
+    if name not in REPLICATED_OUTPUT:
         left = axis.all_reduce(left)
-    if not REPLICATED_INPUT[name]:
+    if name not in REPLICATED_INPUT:
         right = axis.all_reduce(right)
     return left.item(), right.item()
 
@@ -58,6 +67,8 @@ def _values(context: ParallelContext) -> dict[str, torch.Tensor]:
         "reduce": reduce_from_ranks(mine, axis),
         "gather": gather_from_ranks(mine, axis),
         "scatter": scatter_to_ranks(shared, axis),
+        "gather sequence": gather_sequence(mine, axis),
+        "reduce-scatter sequence": reduce_scatter_sequence(mine, axis),
     }
     assert torch.equal(mine, before), "the ops are out of place"
     return result
@@ -68,6 +79,9 @@ def test_forward_values(ranks) -> None:
     assert first["reduce"].tolist() == second["reduce"].tolist() == [10.0, 12.0, 14.0, 16.0]
     assert first["gather"].tolist() == second["gather"].tolist() == [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
     assert first["scatter"].tolist() + second["scatter"].tolist() == list(range(8))
+    assert torch.equal(first["gather sequence"], first["gather"])
+    assert first["reduce-scatter sequence"].tolist() == [10.0, 12.0]
+    assert second["reduce-scatter sequence"].tolist() == [14.0, 16.0]
 
 
 class _InPlaceReduce(torch.autograd.Function):
@@ -111,6 +125,8 @@ def test_one_process_needs_no_torch_distributed() -> None:
 def _scatter_unevenly(context: ParallelContext) -> str:
     with pytest.raises(ValueError, match="does not divide") as caught:
         scatter_to_ranks(torch.zeros(2, 7), context.tp)
+    with pytest.raises(ValueError, match="dim 0 of size 3 does not divide over the 2 ranks"):
+        reduce_scatter_sequence(torch.zeros(3, 2), context.tp)
     return str(caught.value)
 
 
