@@ -7,6 +7,7 @@ from megascale.config.ranges import RANGE_CONSTRAINTS
 from megascale.config.rules_faults import FAULT_CONSTRAINTS
 from megascale.config.rules_input import INPUT_CONSTRAINTS
 from megascale.config.rules_layout import LAYOUT_CONSTRAINTS
+from megascale.config.rules_model import MODEL_CONSTRAINTS
 from megascale.config.rules_pipeline import PIPELINE_CONSTRAINTS
 from megascale.config.rules_training import TRAINING_CONSTRAINTS
 from megascale.config.schema import RunConfig
@@ -18,6 +19,7 @@ __all__ = ["CONSTRAINTS", "Constraint", "Violation", "broken", "require_valid"]
 CONSTRAINTS: tuple[Constraint, ...] = (
     *INPUT_CONSTRAINTS,
     *RANGE_CONSTRAINTS,
+    *MODEL_CONSTRAINTS,
     *LAYOUT_CONSTRAINTS,
     *PIPELINE_CONSTRAINTS,
     *TRAINING_CONSTRAINTS,

@@ -5,6 +5,7 @@ from megascale.config.accounting import (
     num_micro_batches,
     num_parameters,
     num_parameters_per_rank,
+    num_query_groups,
     padded_vocab_size,
     tokens_per_iteration,
     tokens_per_run,
@@ -40,10 +41,17 @@ def _model(config: RunConfig) -> str:
     model = config.model
     padded = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by)
     name = f"{model.preset}: " if model.preset else ""
+    groups = num_query_groups(model)
+    shared = f" in {groups} query groups" if groups < model.num_attention_heads else ""
+    kinds = [f"{model.norm_position}-{model.normalization}", model.activation]
+    kinds += ["rotary positions"] if model.position_embedding_type == "rope" else []
+    kinds += ["no bias"] if model.disable_bias_linear else []
+    kinds += ["output layer of its own"] if model.untie_embeddings_and_output_weights else []
     return (
         f"{name}{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads of "
-        f"{model.hidden_size // model.num_attention_heads}, MLP {model.ffn_hidden_size}, "
-        f"{model.max_position_embeddings} positions, vocabulary {model.vocab_size:,} padded to {padded:,}"
+        f"{model.hidden_size // model.num_attention_heads}{shared}, MLP {model.ffn_hidden_size}, "
+        f"{model.max_position_embeddings} positions, vocabulary {model.vocab_size:,} padded to {padded:,}; "
+        f"{', '.join(kinds)}"
     )
 
 

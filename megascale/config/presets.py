@@ -38,6 +38,41 @@ def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int, tp: int =
     }
 
 
+# What makes a decoder a Llama; Touvron et al. 2023 (arXiv:2302.13971), section 2.2.
+_LLAMA_MODEL = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+def _llama(model: Mapping[str, Any], lr: float, global_batch_size: int, train_iters: int) -> Preset:
+    """Return a Llama of 2,048 positions with the recipe that the published ones share, floor at lr / 10."""
+    return {
+        # 32,000 is a multiple of 128, so that nothing is padded and sizes are the published ones.
+        "model": {
+            "num_layers": model["num_layers"],
+            "hidden_size": model["hidden_size"],
+            "num_attention_heads": 32,
+            "num_query_groups": model["num_query_groups"],
+            "ffn_hidden_size": model["ffn_hidden_size"],
+            "max_position_embeddings": 2048,
+            "vocab_size": 32000,
+            "make_vocab_size_divisible_by": 128,
+            **_LLAMA_MODEL,
+            "layernorm_epsilon": model["layernorm_epsilon"],
+        },
+        "optimizer": {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "clip_grad": 1.0},
+        "schedule": {"lr": lr, "min_lr": lr / 10, "lr_decay_style": "cosine-interp", "lr_warmup_iters": 2000},
+        "data": {"seq_length": 2048},
+        "train": {"global_batch_size": global_batch_size, "train_iters": train_iters},
+    }
+
+
 PRESETS: Mapping[str, Preset] = {
     # Minutes on a laptop; its own choice of everything, and whatever vocabulary the tokenizer has.
     "gpt2-tiny": {
@@ -68,4 +103,67 @@ PRESETS: Mapping[str, Preset] = {
     "megatron-4.2b": _gpt2(64, 2304, 24, tp=4),
     # 24 heads as trained (table 4); the scaling study of table 1 ran the same model with 32.
     "megatron-8.3b": _gpt2(72, 3072, 24, tp=8),
+    # Minutes on a laptop, as gpt2-tiny, with everything that makes a Llama.
+    "llama-tiny": {
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 384,
+            **_LLAMA_MODEL,
+        },
+        "schedule": {"lr": 1.5e-3, "min_lr": 1e-4, "lr_decay_style": "cosine-interp", "lr_warmup_iters": 20},
+        "data": {"seq_length": 128},
+        "train": {
+            "micro_batch_size": 4,
+            "global_batch_size": 8,
+            "train_iters": 1000,
+            "eval_interval": 100,
+            "eval_iters": 20,
+        },
+    },
+    # Touvron et al. 2023, table 2: 4M tokens per step, 1T tokens.
+    "llama-7b": _llama(
+        {
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "num_query_groups": 32,
+            "ffn_hidden_size": 11008,
+            "layernorm_epsilon": 1e-6,
+        },
+        lr=3e-4,
+        global_batch_size=2048,
+        train_iters=238_419,
+    ),
+    # Zhang et al. 2024 (arXiv:2401.02385), table 2 and section 2.2: 2M tokens per step, 3T tokens.
+    "tinyllama-1.1b": _llama(
+        {
+            "num_layers": 22,
+            "hidden_size": 2048,
+            "num_query_groups": 4,
+            "ffn_hidden_size": 5632,
+            "layernorm_epsilon": 1e-5,
+        },
+        lr=4e-4,
+        global_batch_size=1024,
+        train_iters=1_430_512,
+    ),
+    # The "big" transformer (Vaswani et al. 2017, table 3; Ott et al. 2018) as a language model: a decoder with ReLU and
+    # norms after the residual sums, of as many layers as encoder and decoder have together. The vocabulary is the
+    # tokenizer's, the length of training one's own.
+    "transformer-big": {
+        "model": {
+            "num_layers": 12,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "ffn_hidden_size": 4096,
+            "activation": "relu",
+            "norm_position": "post",
+        },
+        # Learning rate and betas of Ott et al. 2018, section 4.1, with the 4,000 steps of warm-up that post-norm needs.
+        "optimizer": {"adam_beta1": 0.9, "adam_beta2": 0.98, "weight_decay": 0.0},
+        "schedule": {"lr": 5e-4, "lr_decay_style": "cosine", "lr_warmup_iters": 4000},
+        "train": {"global_batch_size": 512, "train_iters": 100_000, "label_smoothing": 0.1},
+    },
 }

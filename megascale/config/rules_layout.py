@@ -96,6 +96,7 @@ def _valid_tp(facts: Facts) -> str:
     # If the world cannot be cut into pipeline stages, no tensor-parallel size mends that.
     per_stage = facts.world_size // pp if pp > 0 and facts.world_size % pp == 0 else None
     cut = [per_stage, facts.value("num_attention_heads"), facts.value("ffn_hidden_size")]
+    cut.append(facts.value("num_query_groups"))
     multiple = facts.value("make_vocab_size_divisible_by")
     if facts.value("vocab_size") is not None and multiple > 0:
         cut.append(padded_vocab_size(facts.value("vocab_size"), multiple))

@@ -76,9 +76,7 @@ class ModelConfig:
     num_query_groups: int = option(
         None, "groups of attention heads that share one key and one value", derived="--num-attention-heads"
     )
-    ffn_hidden_size: int = option(
-        None, "width inside the MLP", derived="4 x --hidden-size, 8/3 x with swiglu"
-    )
+    ffn_hidden_size: int = option(None, "width inside the MLP", derived="4 x --hidden-size, 8/3 x with swiglu")
     max_position_embeddings: int = option(None, "positions there are, in tokens", derived="--seq-length")
     vocab_size: int = option(None, "tokens of the vocabulary before padding", derived="the tokenizer's")
     make_vocab_size_divisible_by: int = option(

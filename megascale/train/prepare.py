@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from megascale.checkpoint.manifest import Manifest, find_latest, list_checkpoints, read_manifest
 from megascale.config.cli import ParsedRun
+from megascale.config.derive import derive
 from megascale.config.describe import describe_run
 from megascale.config.layout import ParallelLayout
 from megascale.config.resolution import resolve
 from megascale.config.schema import RunConfig, options
-from megascale.config.serialization import numbered, to_dict, to_yaml
+from megascale.config.serialization import known_values, numbered, to_dict, to_yaml, validate
 from megascale.data.build import Sources, build_sources, stored_vocab_size
 from megascale.data.tokenizer import Tokenizer, build_tokenizer
 from megascale.utils.environment import LaunchEnvironment
@@ -159,11 +160,15 @@ def config_changes(manifest: Manifest, config: RunConfig) -> list[str]:
 
 
 def _differences(manifest: Manifest, config: RunConfig) -> list[tuple[tuple[str, str], str]]:
+    # An option that is newer than the checkpoint has its default, or what follows from the options that are there.
+    known, _ = known_values(manifest.config, "checkpoint")
+    stored, _ = validate(known, lambda option: option.flag)
+    before = to_dict(derive(stored, world_size=1))
     found = []
     for option in options():
         now = getattr(getattr(config, option.section), option.name)
         now = list(now) if isinstance(now, tuple) else now
-        then = manifest.config.get(option.section, {}).get(option.name, option.default)
+        then = before[option.section][option.name]
         if now != then:
             found.append((option.key, f"{option.flag} {then} in the checkpoint, {now} now"))
     return found

@@ -134,7 +134,7 @@ def test_all_broken_rules_are_told_together_with_their_origins():
         "4 problems",
         "--hidden-size 101 is not divisible by --num-attention-heads 24 (preset megatron-8.3b)",
         "world size 6 (as launched) is not divisible by --tensor-model-parallel-size 8 (preset megatron-8.3b)",
-        "--ffn-hidden-size 404 (derived: 4 x --hidden-size) is not divisible by",
+        "--ffn-hidden-size 404 (derived: 4 x --hidden-size, 8/3 x with swiglu) is not divisible by",
         "--lr-warmup-iters 3000 (preset megatron-8.3b) exceeds --lr-decay-iters 100 (derived: --train-iters)",
     ):
         assert part in message
@@ -200,7 +200,7 @@ def test_help_shows_every_option_with_its_default(capsys):
     for part in (
         "schedule (The learning rate",
         "[0.00015]",
-        "[4 x --hidden-size]",
+        "[4 x --hidden-size, 8/3 x with swiglu]",
         "[required, or by a preset]",
         *PRESETS,
     ):

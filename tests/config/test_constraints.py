@@ -39,6 +39,26 @@ CASES = {
         1,
         ["--hidden-size 48", "--num-attention-heads 5", "remainder 3", "45 or 50", "4 or 6"],
     ),
+    "groups-divide-heads": (
+        {"model__num_query_groups": 3},
+        1,
+        ["--num-attention-heads 4", "--num-query-groups 3", "3 or 6", "2 or 4"],
+    ),
+    "tp-divides-groups": (
+        {_TP: 4, "model__num_query_groups": 2},
+        4,
+        ["--num-query-groups 2", "--tensor-model-parallel-size 4", "nearest --tensor-model-parallel-size: 2"],
+    ),
+    "rotary-head-is-even": (
+        {"model__hidden_size": 12, "model__position_embedding_type": "rope"},
+        1,
+        ["--position-embedding-type rope", "has 3", "--hidden-size: 8 or 16", "--num-attention-heads: 3 or 6"],
+    ),
+    "rotary-base-needs-rotary": (
+        {"model__rotary_base": 5e5},
+        1,
+        ["--rotary-base 500000.0", "--position-embedding-type learned_absolute (default)"],
+    ),
     "positions-hold-sequence": (
         {"model__max_position_embeddings": 512},
         1,
@@ -240,6 +260,8 @@ def test_what_a_message_suggests_is_valid():
         changes = {
             "model__hidden_size": generator.randrange(8, 200),
             "model__num_attention_heads": generator.randrange(1, 17),
+            "model__num_query_groups": generator.choice((None, *range(1, 9))),
+            "model__position_embedding_type": generator.choice(("learned_absolute", "rope")),
             "model__ffn_hidden_size": generator.randrange(8, 400),
             "model__vocab_size": generator.randrange(50, 2000),
             "model__make_vocab_size_divisible_by": generator.randrange(1, 130),

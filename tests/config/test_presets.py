@@ -36,7 +36,8 @@ def test_every_preset_is_valid_where_it_fits(name):
     config = from_dict(PRESETS[name])
     tp = config.parallel.tensor_model_parallel_size
     for replicas in (1, 2):
-        assert broken(config, tp * replicas, tokenizer_vocab_size=50257, final=True) == []
+        vocab_size = config.model.vocab_size or 50257
+        assert broken(config, tp * replicas, tokenizer_vocab_size=vocab_size, final=True) == []
 
 
 def test_the_papers_models_run_on_the_papers_512_gpus():

@@ -27,6 +27,7 @@ def test_what_is_derived():
 def test_what_was_given_is_kept():
     config = with_fields(
         small_run(),
+        model__num_query_groups=2,
         model__ffn_hidden_size=8,
         model__max_position_embeddings=2048,
         train__global_batch_size=64,
@@ -59,8 +60,9 @@ def test_nothing_that_must_be_known_is_left_open():
 def test_resolving_again_changes_nothing(preset):
     config = from_dict(PRESETS[preset])
     world_size = 2 * config.parallel.tensor_model_parallel_size
-    once = resolve(config, world_size, 50257)
-    assert resolve(once, world_size, 50257) == once
+    vocab_size = config.model.vocab_size or 50257
+    once = resolve(config, world_size, vocab_size)
+    assert resolve(once, world_size, vocab_size) == once
     assert resolve(once, world_size, None) == once
 
 
