@@ -32,6 +32,7 @@ def pretrain(run: PreparedRun, environment: LaunchEnvironment) -> None:
     # Imported here: torch takes seconds to load, and a mistyped flag should not.
     import torch
 
+    from megascale.config.pipeline import stages_of_run
     from megascale.data.loader import BatchLoader
     from megascale.data.samples import SampleSource
     from megascale.model.gpt import GPT
@@ -61,10 +62,12 @@ def pretrain(run: PreparedRun, environment: LaunchEnvironment) -> None:
             recompute_granularity=train.recompute_granularity,
             label_smoothing=train.label_smoothing,
             boundary=build_boundary(context.tp, streams, config.parallel),
+            stages=stages_of_run(config, context.pp.rank),
+            pp_ends=context.pp_ends,
         )
         if run.start is None:
             initialise(model, train.seed)
-        optimizer = ModelOptimizer(model, config, context.tp, context.dp)
+        optimizer = ModelOptimizer(model, config, context.tp, context.dp, context.pp)
         state = load_snapshot(run.start, optimizer) if run.start else TrainState()
         directory = open_run_directory(run, context)
 

@@ -24,6 +24,7 @@ __all__ = [
     "num_chunks",
     "schedule",
     "stages_of_rank",
+    "stages_of_run",
 ]
 
 
@@ -62,6 +63,12 @@ def num_chunks(config: RunConfig) -> int:
     """Return the chunks of layers per pipeline rank (v); more than one means the interleaved schedule."""
     depth = config.parallel.num_layers_per_virtual_pipeline_stage
     return 1 if depth is None else config.model.num_layers // (config.parallel.pipeline_model_parallel_size * depth)
+
+
+def stages_of_run(config: RunConfig, pp_rank: int) -> tuple[PipelineStage, ...]:
+    """Return the stages of one rank of a run; without a pipeline one, the whole model."""
+    pp = config.parallel.pipeline_model_parallel_size
+    return stages_of_rank(config.model.num_layers, pp, num_chunks(config), pp_rank)
 
 
 class Pass(Enum):

@@ -47,6 +47,11 @@ class MicroBatchRunner:
         # Read at the end, so that a GPU is not waited for between micro-batches.
         return float(sum(loss.item() for loss in losses))
 
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the sum of the losses in nats, without learning."""
+        return sum(self._model(*to_device(micro_batch, self._device)).item() for micro_batch in micro_batches)
+
 
 def to_device(micro_batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens, targets (int64) and loss weights (float32) [b, s] on the device."""

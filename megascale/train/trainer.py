@@ -27,7 +27,7 @@ from megascale.parallel.random import RandomStreams
 from megascale.train.clock import StepClock
 from megascale.train.faults import StopSignals
 from megascale.train.metrics import RunMetrics
-from megascale.train.micro_batches import MicroBatchRunner
+from megascale.train.pipeline import build_runner
 from megascale.train.state import TrainState
 from megascale.train.validate import ValidationResult, validate
 
@@ -79,7 +79,7 @@ class Trainer:
     ) -> None:
         self.config, self.context = config, context
         self.model, self.optimizer = model, optimizer
-        self.runner = MicroBatchRunner(model, streams, context.device)
+        self.runner = build_runner(model, streams, context)
         self.train_loader, self.valid_loader = train_loader, valid_loader
         self.state, self.metrics, self.save = state, metrics, save
         self._signals = StopSignals()
@@ -128,8 +128,8 @@ class Trainer:
             batch.micro_batches, self.state.step, gradient_scale, before_last=self.optimizer.expect_last_backward
         )
         local_tokens = sum(float(micro_batch.loss_weights.sum()) for micro_batch in batch.micro_batches)
-        # Ranks of one replica computed the same loss: its tensor-parallel rank 0 counts it.
-        counts = self.context.tp.rank == 0
+        # Ranks of one replica computed the same loss, or another stage did: one of them counts it.
+        counts = self.context.counts_loss
         sum_loss, counted, stop = self.context.world.sum_floats(
             [
                 local_loss if counts else 0.0,
@@ -144,7 +144,7 @@ class Trainer:
     def _validate(self, loader: BatchLoader) -> ValidationResult:
         started = time.perf_counter()
         wanted = self.config.train.eval_iters * loader.global_batch_size
-        result = validate(self.model, loader.validation_batches(wanted), self.context)
+        result = validate(self.model, self.runner, loader.validation_batches(wanted), self.context)
         self.metrics.validation(
             {
                 **self.state.as_dict(),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from megascale.data.loader import Batch
 from megascale.parallel.context import ParallelContext
-from megascale.train.micro_batches import to_device
+from megascale.train.micro_batches import MicroBatchRunner
+from megascale.train.pipeline import PipelineRunner
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,20 @@ class ValidationResult:
         return self.sum_loss / self.num_scored_tokens
 
 
-@torch.no_grad()
-def validate(model: nn.Module, batches: Iterator[Batch], context: ParallelContext) -> ValidationResult:
-    """Score this rank's batches without dropout and add up over the data-parallel ranks.
+def validate(
+    model: nn.Module, runner: MicroBatchRunner | PipelineRunner, batches: Iterator[Batch], context: ParallelContext
+) -> ValidationResult:
+    """Score this rank's batches without dropout and add up over the data-parallel ranks; all ranks learn the result.
 
     All ranks must have equally many micro-batches; padded samples carry weight 0.
     """
     model.eval()
     sum_loss, num_scored_tokens = 0.0, 0.0
     for batch in batches:
-        for micro_batch in batch.micro_batches:
-            tokens, targets, loss_weights = to_device(micro_batch, context.device)
-            sum_loss += model(tokens, targets, loss_weights).item()
-            num_scored_tokens += float(micro_batch.loss_weights.sum())
+        sum_loss += runner.score(batch.micro_batches)
+        num_scored_tokens += sum(float(micro_batch.loss_weights.sum()) for micro_batch in batch.micro_batches)
     model.train()
-    sum_loss, num_scored_tokens = context.dp.sum_floats([sum_loss, num_scored_tokens])
+    if context.pp.rank < context.pp.size - 1:
+        num_scored_tokens = 0.0  # the last stage counts them
+    sum_loss, num_scored_tokens = context.pp.sum_floats(context.dp.sum_floats([sum_loss, num_scored_tokens]))
     return ValidationResult(sum_loss, round(num_scored_tokens))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megascale.config.pipeline import stages_of_run
 from megascale.config.resolution import resolve
 from megascale.config.schema import (
     CheckpointConfig,
@@ -86,12 +87,13 @@ def small_config(**changes: dict[str, Any]) -> RunConfig:
     for name, values in changes.items():
         sections[name] = replace(sections[name], **values)
     config = RunConfig(**sections)
-    tp = config.parallel.tensor_model_parallel_size
-    return resolve(config, tp)
+    parallel = config.parallel
+    return resolve(config, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
 
 
 def with_layout(config: RunConfig, context: ParallelContext) -> RunConfig:
-    return replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=context.tp.size))
+    sizes = {"tensor_model_parallel_size": context.tp.size, "pipeline_model_parallel_size": context.pp.size}
+    return replace(config, parallel=replace(config.parallel, **sizes))
 
 
 def build_trainer(context: ParallelContext, config: RunConfig, run: Path, load: Path | None = None) -> Trainer:
@@ -106,9 +108,11 @@ def build_trainer(context: ParallelContext, config: RunConfig, run: Path, load: 
         recompute_granularity=config.train.recompute_granularity,
         label_smoothing=config.train.label_smoothing,
         boundary=build_boundary(context.tp, streams, config.parallel),
+        stages=stages_of_run(config, context.pp.rank),
+        pp_ends=context.pp_ends,
     )
     initialise(model, config.train.seed)
-    optimizer = ModelOptimizer(model, config, context.tp, context.dp)
+    optimizer = ModelOptimizer(model, config, context.tp, context.dp, context.pp)
     state = load_snapshot(load, optimizer) if load else TrainState()
     if context.speaks:
         run.mkdir(parents=True, exist_ok=True)
