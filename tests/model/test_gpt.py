@@ -26,7 +26,9 @@ EXACT = 1e-10
 HEADS, VOCAB = TINY["num_attention_heads"], TINY["vocab_size"]
 
 
-def _compare(context: ParallelContext, label_smoothing: float = 0.0, **changes: Any) -> dict[str, float]:
+def compare_with_plain_gpt2(
+    context: ParallelContext, label_smoothing: float = 0.0, seq_length: int = 10, **changes: Any
+) -> dict[str, float]:
     """Return the difference of the logits, the losses, the loss, and each full gradient, by name."""
     model = tiny_gpt(context, label_smoothing=label_smoothing, **changes)
     with torch.no_grad():
@@ -35,7 +37,7 @@ def _compare(context: ParallelContext, label_smoothing: float = 0.0, **changes: 
             if not d.is_split:
                 noise = torch.randn(d.spec.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
                 d.parameter.add_(0.1 * noise)
-    tokens, targets, weights = tiny_batch()
+    tokens, targets, weights = tiny_batch(seq_length=seq_length)
     reference = plain_gpt2(full_weights(model), HEADS, VOCAB)
     expected_logits = reference(tokens)
     smoothed, plain_losses = (
@@ -66,10 +68,11 @@ def _compare(context: ParallelContext, label_smoothing: float = 0.0, **changes: 
 
 def _compare_variants(context: ParallelContext) -> list[dict[str, float]]:
     return [
-        _compare(context),
-        _compare(context, label_smoothing=0.1),
-        _compare(context, recompute_granularity="full"),
-        _compare(context, num_layers=1),
+        compare_with_plain_gpt2(context),
+        compare_with_plain_gpt2(context, label_smoothing=0.1),
+        compare_with_plain_gpt2(context, recompute_granularity="full"),
+        compare_with_plain_gpt2(context, recompute_granularity="selective", overlap=True),
+        compare_with_plain_gpt2(context, num_layers=1),
     ]
 
 
@@ -83,15 +86,15 @@ def test_gpt_equals_plain_gpt2(ranks, tp: int) -> None:
 def _compare_with_bug(context: ParallelContext, bug: str) -> dict[str, float]:
     if bug == "no f":
         with mock.patch.object(Boundary, "enter", lambda self, x: x):
-            return _compare(context)
+            return compare_with_plain_gpt2(context)
     if bug == "not causal":
         with mock.patch.object(F, "scaled_dot_product_attention", _sees_the_future):
-            return _compare(context)
+            return compare_with_plain_gpt2(context)
     if bug == "exact GeLU":
         with mock.patch.object(F, "gelu", lambda x, approximate: 0.5 * x * (1 + torch.erf(x / 2**0.5))):
-            return _compare(context)
+            return compare_with_plain_gpt2(context)
     assert bug == "other epsilon"
-    return _compare(context, layernorm_epsilon=1e-4)
+    return compare_with_plain_gpt2(context, layernorm_epsilon=1e-4)
 
 
 _ATTENTION = F.scaled_dot_product_attention
