@@ -114,7 +114,7 @@ class BatchLoader:
 
         return prefetched(batches(), PREFETCH_DEPTH)
 
-    def validation_batches(self, num_samples_wanted: int) -> Iterator[Batch]:
+    def validation_batches(self, num_samples_wanted: int) -> Generator[Batch, None, None]:
         """The source's first samples, each exactly once over all ranks, at most one epoch of them.
 
         Where the last samples do not fill a batch, all ranks still run equally many micro-batches: the places left over

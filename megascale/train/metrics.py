@@ -18,7 +18,7 @@ import json
 import math
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from tqdm import tqdm
 
@@ -27,6 +27,7 @@ from megascale.utils.files import atomic_writer
 from megascale.utils.progress import progress
 
 METRICS_FILE = "metrics.jsonl"
+INCIDENTS_FILE = "incidents.jsonl"
 
 
 class RunMetrics:
@@ -51,18 +52,24 @@ class RunMetrics:
     ) -> None:
         self._speaks = speaks
         self._num_steps = num_steps
-        self._file = None
-        self._events = None
+        self._file: IO[str] | None = None
+        self._events: Any = None
         self._bar = progress(num_steps, "step", "training", enabled=logging.progress_bar if speaks else False)
         self._bar.update(first_step)
-        if speaks and run_directory is not None:
-            path = run_directory / METRICS_FILE
-            keep_records(path, up_to_step=first_step)
-            self._file = path.open("a", encoding="utf-8")
-            if logging.tensorboard:
-                from tensorboardX import SummaryWriter
+        self._directory = run_directory if speaks else None
+        self._writes_events = logging.tensorboard
+        self._open(first_step)
 
-                self._events = SummaryWriter(str(run_directory / "tensorboard"), purge_step=first_step + 1)
+    def _open(self, first_step: int) -> None:
+        if self._directory is None:
+            return
+        path = self._directory / METRICS_FILE
+        keep_records(path, up_to_step=first_step)
+        self._file = path.open("a", encoding="utf-8")
+        if self._writes_events:
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(str(self._directory / "tensorboard"), purge_step=first_step + 1)
 
     def __enter__(self) -> RunMetrics:
         return self
@@ -71,9 +78,26 @@ class RunMetrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+        self._close()
+
+    def _close(self) -> None:
         for file in (self._file, self._events):
             if file is not None:
                 file.close()
+
+    def rewind(self, step: int) -> None:
+        """Go back: remove the records of the steps after `step`, which will be done again."""
+        self._close()
+        self._open(step)
+        self._bar.reset()
+        self._bar.update(step)
+
+    def incident(self, record: dict[str, Any], text: str) -> None:
+        """Add a record to `incidents.jsonl`, which keeps those of all attempts, and print its text."""
+        self.say(text)
+        if self._directory is not None:
+            with (self._directory / INCIDENTS_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_finite(record)) + "\n")
 
     def advance(self) -> None:
         """Move the bar by one step."""
@@ -87,7 +111,7 @@ class RunMetrics:
             f"{record['tokens_per_second']:,.0f} tokens/s"
         )
         if record["skipped"]:
-            summary += f" | skipped: overflow, loss scale now {record['loss_scale']:g}"
+            summary += f" | skipped, loss scale now {record['loss_scale']:g}"
         if self._bar.disable:
             left = (self._num_steps - record["step"]) * record["seconds"]
             self.say(
@@ -112,8 +136,7 @@ class RunMetrics:
 
     def _write(self, kind: str, record: dict[str, Any]) -> None:
         if self._file is not None:
-            finite = {name: value if _is_finite(value) else None for name, value in record.items()}
-            self._file.write(json.dumps({"kind": kind, **finite}) + "\n")
+            self._file.write(json.dumps({"kind": kind, **_finite(record)}) + "\n")
             self._file.flush()
         if self._events is not None:
             for name, value in record.items():
@@ -135,6 +158,15 @@ def keep_records(path: Path, up_to_step: int) -> None:
             for record in read_records(path):
                 if record["step"] <= up_to_step:
                     file.write(json.dumps(record) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Return what JSON can hold: numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return value if _is_finite(value) else None
 
 
 def _is_finite(value: Any) -> bool:

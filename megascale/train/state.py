@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Health:
+    """What the policies on bad steps remember; see `train.guard`.
+
+    Attributes:
+        num_skipped: Updates that a policy left out, in the whole run.
+        num_rewinds: Times that the run went back to a checkpoint.
+        recent_losses: Of the last steps, oldest first; empty unless loss spikes are looked for.
+    """
+
+    num_skipped: int = 0
+    num_rewinds: int = 0
+    recent_losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -11,17 +27,35 @@ class TrainState:
 
     Attributes:
         step: Iterations done, skipped ones included.
-        samples: Samples consumed: the position in the sample stream, whatever the data-parallel size.
-        tokens: Tokens consumed (samples times sequence length).
+        samples: Position in the sample stream, whatever the data-parallel size; a rewind moves it past bad samples.
+        tokens: The same in tokens (samples times sequence length).
+        validated: The step of the last complete validation, 0 before the first.
+        health: What the policies on bad steps remember.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    validated: int = 0
+    health: Health = field(default_factory=Health)
 
-    def after(self, num_samples: int, num_tokens: int) -> TrainState:
+    def after(self, num_samples: int, num_tokens: int, health: Health) -> TrainState:
         """Return the state one step later."""
-        return replace(self, step=self.step + 1, samples=self.samples + num_samples, tokens=self.tokens + num_tokens)
+        samples, tokens = self.samples + num_samples, self.tokens + num_tokens
+        return replace(self, step=self.step + 1, samples=samples, tokens=tokens, health=health)
 
-    def as_dict(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
+        """Return the progress as it stands in records."""
+        return {"step": self.step, "samples": self.samples, "tokens": self.tokens}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, as a checkpoint holds it."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> TrainState:
+        """Return what `as_dict` gave, read back from JSON; an older checkpoint lacks some."""
+        stored = {"validated": stored["step"], **stored}
+        health = dict(stored.get("health", {}))
+        health["recent_losses"] = tuple(health.get("recent_losses", ()))
+        return cls(**{**stored, "health": Health(**health)})

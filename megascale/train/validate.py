@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 
 from torch import nn
@@ -26,18 +27,29 @@ class ValidationResult:
 
 
 def validate(
-    model: nn.Module, runner: MicroBatchRunner | PipelineRunner, batches: Iterator[Batch], context: ParallelContext
-) -> ValidationResult:
+    model: nn.Module,
+    runner: MicroBatchRunner | PipelineRunner,
+    batches: Generator[Batch, None, None],
+    context: ParallelContext,
+    told_to_stop: Callable[[], bool],
+) -> ValidationResult | None:
     """Score this rank's batches without dropout and add up over the data-parallel ranks; all ranks learn the result.
 
-    All ranks must have equally many micro-batches; padded samples carry weight 0.
+    All ranks must have equally many micro-batches; padded samples carry weight 0. After each batch `told_to_stop`,
+    which gives the same answer on every rank, may end it: the result is None then.
     """
     model.eval()
-    sum_loss, num_scored_tokens = 0.0, 0.0
-    for batch in batches:
-        sum_loss += runner.score(batch.micro_batches)
-        num_scored_tokens += sum(float(micro_batch.loss_weights.sum()) for micro_batch in batch.micro_batches)
+    sum_loss, num_scored_tokens, is_stopped = 0.0, 0.0, False
+    with closing(batches):
+        for batch in batches:
+            sum_loss += runner.score(batch.micro_batches)
+            num_scored_tokens += sum(float(micro_batch.loss_weights.sum()) for micro_batch in batch.micro_batches)
+            is_stopped = told_to_stop()
+            if is_stopped:
+                break
     model.train()
+    if is_stopped:
+        return None
     if context.pp.rank < context.pp.size - 1:
         num_scored_tokens = 0.0  # the last stage counts them
     sum_loss, num_scored_tokens = context.pp.sum_floats(context.dp.sum_floats([sum_loss, num_scored_tokens]))
