@@ -7,9 +7,12 @@ process with one message and exit code 2.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 
-from megascale.config.cli import parse_run_config
-from megascale.train.prepare import PreparedRun, prepare, print_description
+from megascale.config.cli import ParsedRun, parse_run_config
+from megascale.train.elastic import resumed_after_restart
+from megascale.train.prepare import prepare, print_description
+from megascale.train.start import find_start
 from megascale.utils.environment import LaunchEnvironment
 from megascale.utils.errors import UserError, exit_with
 
@@ -22,13 +25,14 @@ def main() -> None:
         if parsed.print_config or parsed.dry_run:
             print_description(parsed, environment)
         else:
-            pretrain(prepare(parsed, environment), environment)
+            raise SystemExit(pretrain(resumed_after_restart(parsed, environment), environment))
     except UserError as error:
         exit_with(error, environment)
 
 
-def pretrain(run: PreparedRun, environment: LaunchEnvironment) -> None:
-    """Build what the run needs, from the ground up, and train."""
+def pretrain(parsed: ParsedRun, environment: LaunchEnvironment) -> int:
+    """Check what the run needs, build it, from the ground up, and train; return the exit code."""
+    run = prepare(parsed, environment)
     # Imported here: torch takes seconds to load, and a mistyped flag should not.
     import torch
 
@@ -41,17 +45,31 @@ def pretrain(run: PreparedRun, environment: LaunchEnvironment) -> None:
     from megascale.parallel.context import launch
     from megascale.parallel.random import RandomStreams
     from megascale.parallel.sharding import initialise
+    from megascale.train.agreed_start import agree_on_start
     from megascale.train.device import choose_backend, choose_device
+    from megascale.train.failures import failure_directory, first_failure_told_once
     from megascale.train.metrics import RunMetrics
+    from megascale.train.observe import observing
     from megascale.train.report import announce, conclude, open_run_directory
-    from megascale.train.snapshot import load_snapshot, save_snapshot
+    from megascale.train.rewind import restore_newest
+    from megascale.train.saving import build_saving
+    from megascale.train.snapshot import load_snapshot
     from megascale.train.state import TrainState
     from megascale.train.trainer import Trainer
 
-    config, train = run.config, run.config.train
-    device = choose_device(config, environment)
-    backend = choose_backend(config, device)
-    with launch(run.layout, environment.rank, device, backend, config.parallel.distributed_timeout_minutes) as context:
+    device = choose_device(run.config, environment)
+    backend, timeout = choose_backend(run.config, device), run.config.parallel.distributed_timeout_minutes
+    with ExitStack() as stack:
+        context = stack.enter_context(launch(run.layout, environment.rank, device, backend, timeout))
+        failures = failure_directory(run.config.checkpoint.save, context.world)
+        stack.enter_context(first_failure_told_once(failures, environment))
+        run = agree_on_start(
+            run,
+            context.world,
+            start_without=lambda damaged: find_start(parsed.config, damaged),
+            prepare_again=lambda start: prepare(parsed, environment, start),
+        )
+        config, train = run.config, run.config.train
         streams = RandomStreams(train.seed, context.tp, device)
         model = GPT(
             config.model,
@@ -83,23 +101,31 @@ def pretrain(run: PreparedRun, environment: LaunchEnvironment) -> None:
                 config.data.eod_mask_loss,
             )
 
-        with RunMetrics(directory, state.step, train.train_iters, context.speaks, config.logging) as metrics:
-            metrics.say(announce(run, context, state))
-            trainer = Trainer(
-                config,
-                context,
-                model,
-                optimizer,
-                streams,
-                loader(run.sources.train),
-                loader(run.sources.valid) if run.sources.valid is not None else None,
-                state,
-                metrics,
-                save=lambda state: save_snapshot(directory, state, optimizer, config, context),
-            )
-            result = trainer.fit()
-            if context.speaks:
-                metrics.say(conclude(run, result, directory))
+        metrics = stack.enter_context(
+            RunMetrics(directory, state.step, train.train_iters, context.speaks, config.logging)
+        )
+        metrics.say(announce(run, context, state))
+        saving = stack.enter_context(build_saving(directory, optimizer, config, context))
+        observers = observing(config, directory, context, model, optimizer, metrics, state.step)
+        trainer = Trainer(
+            config,
+            context,
+            model,
+            optimizer,
+            streams,
+            loader(run.sources.train),
+            loader(run.sources.valid) if run.sources.valid is not None else None,
+            state,
+            metrics,
+            save=saving,
+            finish_saving=saving.finish,
+            restore=lambda: restore_newest(directory, optimizer, context),
+            observers=stack.enter_context(observers),
+        )
+        result = trainer.fit()
+        if context.speaks:
+            metrics.say(conclude(run, result, directory))
+    return config.faults.exit_code_on_signal if result.by_signal else 0
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ class RunStopped(RuntimeError):
     """The run ends by a rule that it was given; the message says all there is to say."""
 
 
-def failure_directory(run_directory: Path | None, world: Axis) -> Path:
+def failure_directory(run_directory: str | None, world: Axis) -> Path:
     """Return where the failures of this start are told, the same on every rank; all ranks call this together."""
     (started,) = world.sum_floats([time.time() if world.rank == 0 else 0.0])
     name = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started)) + f"-{int(started * 1000) % 1000:03d}"
     if run_directory is not None:
-        return run_directory / "failures" / name
+        return Path(run_directory) / "failures" / name
     return Path(tempfile.gettempdir()) / f"megascale-failures-{os.getuid()}" / name
 
 

@@ -25,7 +25,7 @@ class Observer:
     An observer that raises ends the run before the next checkpoint is written.
     """
 
-    def entered(self, phase: str) -> None:
+    def entered_phase(self, phase: str) -> None:
         """The rank goes over to "training", "validation" or "saving"."""
 
     def after_step(self, state: TrainState, batch: Batch, step: TrainingStep) -> None:
@@ -41,9 +41,9 @@ class Observers(Observer):
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
 
-    def entered(self, phase: str) -> None:
+    def entered_phase(self, phase: str) -> None:
         for observer in self._observers:
-            observer.entered(phase)
+            observer.entered_phase(phase)
 
     def after_step(self, state: TrainState, batch: Batch, step: TrainingStep) -> None:
         for observer in self._observers:

@@ -57,6 +57,7 @@ class Trainer:
         state: Progress so far.
         metrics: Where records go.
         save: Called with the state when a checkpoint is due.
+        finish_saving: Called at the end; returns once all checkpoints are complete.
         restore: Loads the newest checkpoint and returns its progress, for the policy rewind.
         observers: Told how the run goes.
     """
@@ -73,6 +74,7 @@ class Trainer:
         state: TrainState,
         metrics: RunMetrics,
         save: Callable[[TrainState], object],
+        finish_saving: Callable[[], object] = lambda: None,
         restore: Callable[[], TrainState] | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -80,7 +82,8 @@ class Trainer:
         self.model, self.optimizer = model, optimizer
         self.runner = build_runner(model, streams, context)
         self.train_loader, self.valid_loader = train_loader, valid_loader
-        self.state, self.metrics, self.save, self.restore = state, metrics, save, restore
+        self.state, self.metrics, self.restore = state, metrics, restore
+        self.save, self.finish_saving = save, finish_saving
         self.guard = UpdateGuard(config, context, model, optimizer, self.runner, metrics, state.health)
         self.observers = Observers(observers)
         self._signals = StopSignals()
@@ -91,9 +94,13 @@ class Trainer:
         with self._signals:
             while True:
                 try:
-                    return self._fit()
+                    result = self._fit()
                 except Rewind as rewind:
                     self._rewind(rewind)
+                else:
+                    with self._in_phase("saving"):
+                        self.finish_saving()
+                    return result
 
     def _fit(self) -> TrainResult:
         train, save_interval = self.config.train, self.config.checkpoint.save_interval
@@ -117,7 +124,8 @@ class Trainer:
                     validation = self._validate()
                     told_to_stop = validation is None
                 is_exit = self._due(train.exit_interval)
-                if self._is_done or told_to_stop or is_exit or self._due(save_interval):
+                is_best = self.config.checkpoint.save_best and self.state.is_best
+                if self._is_done or told_to_stop or is_exit or is_best or self._due(save_interval):
                     told_to_stop |= self._save()
                 if told_to_stop or is_exit:
                     break
@@ -182,7 +190,7 @@ class Trainer:
                     "seconds": time.perf_counter() - started,
                 }
             )
-        self.state = replace(self.state, validated=self.state.step)
+        self.state = self.state.after_validation(result.loss)
         return result
 
     def _save(self) -> bool:
@@ -195,6 +203,7 @@ class Trainer:
         """Go back to the newest checkpoint and on with the samples after the bad ones."""
         assert self.restore is not None, "a configuration with the policy rewind gives a way back"
         with self._in_phase("saving"):
+            self.finish_saving()
             restored = self.restore()
         self.guard.rewound(restored.health)
         self.state = replace(
@@ -209,10 +218,10 @@ class Trainer:
     @contextmanager
     def _in_phase(self, phase: str) -> Iterator[None]:
         """Tell the observers what the rank does inside the `with` block, and leave it out of the time per step."""
-        self.observers.entered(phase)
+        self.observers.entered_phase(phase)
         with self._clock.paused():
             yield
-        self.observers.entered("training")
+        self.observers.entered_phase("training")
 
     def _log(self, step: TrainingStep) -> None:
         seconds = self._clock.seconds_per_step()

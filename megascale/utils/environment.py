@@ -10,17 +10,22 @@ from megascale.utils.errors import UserError
 __all__ = ["LaunchEnvironment"]
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process among all processes of the run (`rank` of `world_size`) and among those of its host (`local_*`)."""
+    """This process among all processes of the run (`rank` of `world_size`) and among those of its host (`local_*`).
+
+    restart_count: how often torchrun has started the ranks again (--max-restarts) after one of them failed.
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
     hostname: str = "localhost"
+    restart_count: int = 0
 
     @classmethod
     def from_environ(cls, env: Mapping[str, str] | None = None) -> "LaunchEnvironment":
@@ -56,7 +61,8 @@ class LaunchEnvironment:
             problems.append(f"LOCAL_WORLD_SIZE={local_world_size} must not exceed WORLD_SIZE={world_size}")
         if problems:
             raise UserError("the launch environment contradicts itself: " + "; ".join(problems) + ".")
-        return cls(rank, local_rank, world_size, local_world_size, hostname)
+        restart_count = _whole_number(_RESTARTS, environment[_RESTARTS]) if _RESTARTS in environment else 0
+        return cls(rank, local_rank, world_size, local_world_size, hostname, restart_count)
 
 
 def _whole_number(name: str, text: str) -> int:

@@ -22,6 +22,7 @@ from megascale.config.schema import (
     TrainConfig,
 )
 from megascale.data.loader import BatchLoader
+from megascale.data.samples import SampleSource
 from megascale.model.gpt import GPT
 from megascale.optim.build import ModelOptimizer
 from megascale.parallel.boundary import build_boundary
@@ -29,14 +30,16 @@ from megascale.parallel.context import ParallelContext
 from megascale.parallel.random import RandomStreams
 from megascale.parallel.sharding import initialise
 from megascale.train.metrics import METRICS_FILE, RunMetrics, read_records
-from megascale.train.snapshot import load_snapshot, save_snapshot
+from megascale.train.rewind import restore_newest
+from megascale.train.saving import build_saving
+from megascale.train.snapshot import load_snapshot
 from megascale.train.state import TrainState
 from megascale.train.trainer import Trainer
 
 VOCAB_SIZE, EOD = 97, 96
 
-# Pieces of a tensor by name: (global shape, offset, values) of each rank.
-Pieces = dict[str, tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]
+# A rank's boxes of the state: (name, global shape, offset, values) of each.
+Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]
 
 
 class GeneratedSamples:
@@ -96,8 +99,14 @@ def with_layout(config: RunConfig, context: ParallelContext) -> RunConfig:
     return replace(config, parallel=replace(config.parallel, **sizes))
 
 
-def build_trainer(context: ParallelContext, config: RunConfig, run: Path, load: Path | None = None) -> Trainer:
-    """Build what pretrain_gpt.py builds, on generated samples."""
+def build_trainer(
+    context: ParallelContext,
+    config: RunConfig,
+    run: Path,
+    load: Path | None = None,
+    source: SampleSource | None = None,
+) -> Trainer:
+    """Build what pretrain_gpt.py builds, on generated samples unless a source is given."""
     config = with_layout(config, context)
     streams = RandomStreams(config.train.seed, context.tp, context.device)
     model = GPT(
@@ -121,7 +130,7 @@ def build_trainer(context: ParallelContext, config: RunConfig, run: Path, load: 
 
     def loader() -> BatchLoader:
         return BatchLoader(
-            GeneratedSamples(),
+            source or GeneratedSamples(),
             train.micro_batch_size,
             train.global_batch_size,
             context.dp.rank,
@@ -132,6 +141,7 @@ def build_trainer(context: ParallelContext, config: RunConfig, run: Path, load: 
         )
 
     metrics = RunMetrics(run, state.step, train.train_iters, context.speaks, config.logging)
+    saving = build_saving(run, optimizer, config, context)
     return Trainer(
         config,
         context,
@@ -142,7 +152,9 @@ def build_trainer(context: ParallelContext, config: RunConfig, run: Path, load: 
         loader(),
         state,
         metrics,
-        save=lambda state: save_snapshot(run, state, optimizer, config, context),
+        save=saving,
+        finish_saving=saving.finish,
+        restore=lambda: restore_newest(run, optimizer, context),
     )
 
 
@@ -155,12 +167,10 @@ def train_on_rank(context: ParallelContext, config: RunConfig, run: Path, load: 
 
 
 def pieces(optimizer: ModelOptimizer) -> Pieces:
-    return {
-        name: (d.spec.shape, d.spec.offset(d.axis), tensor.detach().float().numpy().copy())
-        if tensor.dtype != torch.float64
-        else (d.spec.shape, d.spec.offset(d.axis), tensor.detach().numpy().copy())
-        for name, tensor, d in optimizer.tensors()
-    }
+    return [
+        (name, shape, offset, (data if data.dtype == torch.float64 else data.float()).numpy().copy())
+        for name, shape, offset, data, _ in optimizer.slices()
+    ]
 
 
 def assemble(ranks: list[Pieces]) -> dict[str, np.ndarray]:
@@ -168,7 +178,7 @@ def assemble(ranks: list[Pieces]) -> dict[str, np.ndarray]:
     whole: dict[str, np.ndarray] = {}
     written: dict[str, np.ndarray] = {}
     for rank in ranks:
-        for name, (shape, offset, values) in rank.items():
+        for name, shape, offset, values in rank:
             target = whole.setdefault(name, np.zeros(shape, values.dtype))
             done = written.setdefault(name, np.zeros(shape, bool))
             where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
