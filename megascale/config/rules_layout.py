@@ -109,8 +109,8 @@ def _sequence_parallel_needs_tp(facts: Facts) -> str | None:
     if not facts.value("sequence_parallel") or facts.value(_TP) > 1:
         return None
     return (
-        f"{facts.show('sequence_parallel')} has no effect with {facts.show(_TP)}: there are no ranks to split the sequence "
-        f"over. Use {facts.flag(_TP)} 2 or more, or drop the flag."
+        f"{facts.show('sequence_parallel')} has no effect with {facts.show(_TP)}: there are no ranks to split the "
+        f"sequence over. Use {facts.flag(_TP)} 2 or more, or drop the flag."
     )
 
 

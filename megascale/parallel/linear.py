@@ -30,9 +30,7 @@ class _CopyingLinear(torch.autograd.Function):
     """y = x W^T + c with f folded into the backward pass. x [.., i] replicated -> y [.., o/t] split."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis = axis
         return F.linear(x, weight, bias)

@@ -93,6 +93,16 @@ CASES = {
         2,
         ["2 micro-batches at a time", "--global-batch-size 24", "gives each rank 3", "16 or 32"],
     ),
+    "sequence-parallel-needs-tp": (
+        {"parallel__sequence_parallel": True},
+        1,
+        ["--sequence-parallel has no effect", "--tensor-model-parallel-size 1 (default)", "2 or more"],
+    ),
+    "tp-divides-sequence": (
+        {"parallel__sequence_parallel": True, _TP: 4, "data__seq_length": 1022},
+        4,
+        ["--seq-length 1022", "--tensor-model-parallel-size 4", "--sequence-parallel", "1020 or 1024"],
+    ),
     "tokenizer-fits-vocabulary": ({"model__vocab_size": 99}, 1, ["--vocab-size 99", "100 tokens"]),
     "batch-divides": (
         {_TP: 2, "train__global_batch_size": 100},
@@ -111,6 +121,28 @@ CASES = {
         1,
         ["--fp16", "--params-dtype float64"],
     ),
+    "buckets-need-overlap": ({"parallel__bucket_cap_mb": 25.0}, 2, ["--bucket-cap-mb 25", "Add --overlap-grad-reduce"]),
+    "gather-needs-sharing": (
+        {"parallel__overlap_param_gather": True},
+        2,
+        ["--overlap-param-gather", "Add --use-distributed-optimizer"],
+    ),
+    "wide-sums-need-half": (
+        {"train__accumulate_allreduce_grads_in_fp32": True, "train__grad_reduce_dtype": "half"},
+        1,
+        ["--accumulate-allreduce-grads-in-fp32, --grad-reduce-dtype half", "Add --bf16 or --fp16"],
+    ),
+    "pure-needs-fp16": ({"train__fp16_pure": True}, 1, ["--fp16-pure", "Add --fp16"]),
+    "pure-has-no-wide-sums": (
+        {"train__fp16": True, "train__fp16_pure": True, "train__accumulate_allreduce_grads_in_fp32": True},
+        1,
+        ["--fp16-pure", "--accumulate-allreduce-grads-in-fp32", "drop one"],
+    ),
+    "apex-needs-cuda": (
+        {"optimizer__optimizer_backend": "apex", "train__device": "cpu"},
+        1,
+        ["--optimizer-backend apex", "--device cpu", "--optimizer-backend torch"],
+    ),
     "loss-scale-needs-fp16": ({"train__hysteresis": 3}, 1, ["--hysteresis 3", "Add --fp16"]),
     "constant-scale-is-not-dynamic": (
         {"train__fp16": True, "train__loss_scale": 8.0, "train__loss_scale_window": 5},
@@ -127,13 +159,28 @@ CASES = {
         1,
         ["--distributed-backend nccl", "--device cpu"],
     ),
+    "saving-options-need-save": (
+        {"checkpoint__async_save": True, "checkpoint__keep_last": 2},
+        1,
+        ["--async-save, --keep-last 2 would have no effect", "--save DIRECTORY"],
+    ),
+    "every-needs-last": (
+        {"checkpoint__save": "run", "checkpoint__keep_every": 100},
+        1,
+        ["--keep-every 100 would have no effect", "--keep-last N"],
+    ),
+    "policy-needs-load": ({"checkpoint__load_policy": "newest-intact"}, 1, ["--load-policy newest-intact", "--load"]),
     "interval-needs-save": ({"checkpoint__save_interval": 5}, 1, ["--save-interval 5", "--save DIRECTORY"]),
     "rewind-needs-checkpoints": (
         {"faults__on_nonfinite": "rewind", "checkpoint__save": "run"},
         1,
         ["--on-nonfinite rewind", "--save-interval not given"],
     ),
-    "spike-options-need-a-policy": ({"faults__loss_spike_window": 64}, 1, ["--loss-spike-window 64", "--on-loss-spike"]),
+    "spike-options-need-a-policy": (
+        {"faults__loss_spike_window": 64},
+        1,
+        ["--loss-spike-window 64", "--on-loss-spike"],
+    ),
     "limits-need-a-policy": (
         {"faults__max_rewinds": 2, "faults__on_nonfinite": "skip"},
         1,
@@ -182,7 +229,12 @@ def test_training_needs_data():
 def test_every_rule_has_a_case_and_a_unique_name():
     names = [constraint.id for constraint in CONSTRAINTS]
     assert len(set(names)) == len(names)
-    elsewhere = {"training-needs-data", "constant-has-no-decay", *(constraint.id for constraint in RANGE_CONSTRAINTS)}
+    elsewhere = {
+        "training-needs-data",
+        "constant-has-no-decay",
+        "overlap-needs-tp",
+        *(constraint.id for constraint in RANGE_CONSTRAINTS),
+    }
     assert set(names) == set(CASES) | elsewhere
 
 
@@ -197,6 +249,14 @@ def test_a_flag_for_the_end_of_a_decay_that_does_not_happen():
     key = ("schedule", "lr_decay_iters")
     assert list(_messages(config, origins={key: ""})) == ["constant-has-no-decay"]
     assert _messages(config, origins={key: "run.yaml"}) == {}, "a saved configuration records the derived value"
+
+
+def test_overlap_is_on_by_default_but_may_not_be_asked_for_where_nothing_overlaps():
+    key = frozenset({("parallel", "async_tensor_model_parallel_allreduce")})
+    assert _messages(small_run()) == {}
+    message = _messages(small_run(), explicit=key)["overlap-needs-tp"]
+    assert "--async-tensor-model-parallel-allreduce (default) has no effect" in message
+    assert _messages(with_fields(small_run(), **{_TP: 2}), 2, explicit=key) == {}
 
 
 def test_every_number_has_a_range():
@@ -329,9 +389,9 @@ def test_the_vocabulary_may_stay_open_until_the_tokenizer_is_read():
 
 
 def test_an_explicit_default_counts_as_a_choice():
-    """--hysteresis 2 without --fp16 is the default's value, but somebody wanted something by it."""
+    """--loss-scale-preset megatron without --fp16 is the default, but somebody wanted something by it."""
     assert _messages(small_run()) == {}
-    assert "loss-scale-needs-fp16" in _messages(small_run(), explicit=frozenset({("train", "hysteresis")}))
+    assert "loss-scale-needs-fp16" in _messages(small_run(), explicit=frozenset({("train", "loss_scale_preset")}))
 
 
 def test_one_error_tells_all():

@@ -45,8 +45,9 @@ def test_a_pipeline():
 
 
 def test_flops_say_whether_recomputation_is_counted():
-    text = describe_run(with_fields(small_run(), train__recompute_granularity="full"), 1)
-    assert "with recomputation" in text
+    for granularity in ("selective", "full"):
+        text = describe_run(with_fields(small_run(), train__recompute_granularity=granularity), 1)
+        assert f"with {granularity} recomputation" in text
 
 
 def test_an_invalid_run_is_not_described():

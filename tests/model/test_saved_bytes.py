@@ -3,9 +3,9 @@
 In units of one activation, s b h elements of float64. A layer of the tiny GPT (4 heads of 4, inner features 4h) with t
 ranks keeps, per rank:
 
-    outside   2 inputs of norms, 2 outputs of them (inputs of the entering products)    4       (/t with the sequence split)
-              mean and deviation of each token, twice                                   1/4     (likewise)
-              2 masks of hidden dropout, if any                                         2       (likewise)
+    outside   2 inputs of norms, 2 outputs of them (inputs of the entering products)    4     (/t with a split sequence)
+              mean and deviation of each token, twice                                   1/4   (likewise)
+              2 masks of hidden dropout, if any                                         2     (likewise)
     inside    query, key and value 3, attention's output 1, the MLP's inner features
               before and after the activation 8                                         12/t
     core      a fused kernel's log-sum-exp per head and token                           (1/4)/t

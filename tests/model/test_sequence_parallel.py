@@ -68,7 +68,9 @@ def _loss_and_gradients(context: ParallelContext, changes: dict[str, Any]) -> di
     return {"loss": [loss.item()]} | {name: g.flatten().tolist() for name, g in full_gradients(model).items()}
 
 
-@pytest.mark.parametrize("changes", [LLAMA, {"norm_position": "post", "activation": "relu"}], ids=["llama", "post-norm"])
+@pytest.mark.parametrize(
+    "changes", [LLAMA, {"norm_position": "post", "activation": "relu"}], ids=["llama", "post-norm"]
+)
 def test_other_architectures_equal_one_process(ranks, changes: dict[str, Any]) -> None:
     serial = ranks(ParallelLayout(tp=1), _loss_and_gradients, changes)[0]
     split = changes | {"sequence_parallel": True, "overlap": True}

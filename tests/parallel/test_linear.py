@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megascale.config.layout import ParallelLayout
 from megascale.config.schema import ParallelConfig
 from megascale.parallel.boundary import Boundary, build_boundary
-from megascale.parallel.context import Axis, ParallelContext, Pending
+from megascale.parallel.context import WAIT, Axis, Collective, ParallelContext, Pending
 from megascale.parallel.random import RandomStreams
 from tests.full import difference, gradient_of
 
 EXACT = 1e-12
 # s, b, i, o: all different, so that a product is known by the shape of its result.
-S, B, I, O = 8, 3, 12, 20
+SEQUENCE, BATCH, INPUTS, OUTPUTS = 8, 3, 12, 20
 
 
 def _random(*shape: int, seed: int) -> torch.Tensor:
@@ -31,9 +30,7 @@ def _random(*shape: int, seed: int) -> torch.Tensor:
 
 
 def _boundary(context: ParallelContext, sequence_parallel: bool, overlap: bool) -> Boundary:
-    parallel = ParallelConfig(
-        sequence_parallel=sequence_parallel, async_tensor_model_parallel_allreduce=overlap
-    )
+    parallel = ParallelConfig(sequence_parallel=sequence_parallel, async_tensor_model_parallel_allreduce=overlap)
     return build_boundary(context.tp, RandomStreams(1, context.tp, context.device), parallel)
 
 
@@ -42,12 +39,15 @@ def _product(
 ) -> tuple[torch.Tensor, list[torch.Tensor], Callable[[], None]]:
     """Return this rank's y, its [x, weight, bias] (leaves), and what runs the backward pass."""
     axis = context.tp
-    leaves = [boundary.outside(_random(S, B, I, seed=1)), axis.shard(_random(O, I, seed=2), 0)]
+    leaves = [
+        boundary.outside(_random(SEQUENCE, BATCH, INPUTS, seed=1)),
+        axis.shard(_random(OUTPUTS, INPUTS, seed=2), 0),
+    ]
     if has_bias:
-        leaves.append(axis.shard(_random(O, seed=3), 0))
+        leaves.append(axis.shard(_random(OUTPUTS, seed=3), 0))
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     y = boundary.enter_linear(leaves[0], leaves[1], leaves[2] if has_bias else None)
-    cotangent = axis.shard(_random(S, B, O, seed=4), -1)
+    cotangent = axis.shard(_random(SEQUENCE, BATCH, OUTPUTS, seed=4), -1)
     return y, leaves, lambda: y.backward(cotangent)
 
 
@@ -55,10 +55,12 @@ def _compare(context: ParallelContext, sequence_parallel: bool, overlap: bool, h
     axis, boundary = context.tp, _boundary(context, sequence_parallel, overlap)
     y, leaves, backward = _product(context, boundary, has_bias)
     backward()
-    whole = [_random(S, B, I, seed=1), _random(O, I, seed=2)] + ([_random(O, seed=3)] if has_bias else [])
+    whole = [_random(SEQUENCE, BATCH, INPUTS, seed=1), _random(OUTPUTS, INPUTS, seed=2)] + (
+        [_random(OUTPUTS, seed=3)] if has_bias else []
+    )
     whole = [leaf.requires_grad_() for leaf in whole]
     expected = F.linear(*whole)
-    expected.backward(_random(S, B, O, seed=4))
+    expected.backward(_random(SEQUENCE, BATCH, OUTPUTS, seed=4))
     dx = gradient_of(leaves[0])
     found = {
         "y": difference(axis.all_gather(y.detach(), -1), expected.detach()),
@@ -93,7 +95,7 @@ def test_overlap_changes_no_bit(ranks, sequence_parallel: bool) -> None:
 
 def _compare_with_bug(context: ParallelContext, bug: str) -> dict[str, float]:
     if bug == "no reduction":
-        with mock.patch.object(Axis, "start_all_reduce_", lambda self, x: Pending()):
+        with mock.patch.object(Axis, "start_all_reduce_", return_value=Pending()):
             return _compare(context, False, True, True)
     if bug == "weight gradient from the slice":
         # The gathered input is another rank's everywhere: the slice, repeated.
@@ -129,7 +131,7 @@ def test_the_comparison_notices(ranks, bug: str, noticed_by: str) -> None:
 
 def _frozen(context: ParallelContext, sequence_parallel: bool) -> tuple[list[str], bool]:
     """Collectives of a backward pass that needs neither the weight's gradient nor the bias's; whether they are None."""
-    _, leaves, backward = _product(context, _boundary(context, sequence_parallel, True))
+    _, leaves, _ = _product(context, _boundary(context, sequence_parallel, True))
     for leaf in leaves[1:]:
         leaf.requires_grad_(False)
     y = _boundary(context, sequence_parallel, True).enter_linear(*leaves)
@@ -148,7 +150,7 @@ class _Watched(TorchDispatchMode):
 
     def __init__(self, axis: Axis, note: Callable[[str], None]) -> None:
         super().__init__()
-        self._names = {(S * B, I): "dx", (O // axis.size, I): "dW"}
+        self._names = {(SEQUENCE * BATCH, INPUTS): "dx", (OUTPUTS // axis.size, INPUTS): "dW"}
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,69 +160,46 @@ class _Watched(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def _noting_collectives(note: Callable[[str], None]) -> Iterator[None]:
-    """Note the start of each collective that is started, and each wait for one."""
+class _Watcher:
+    """Notes every collective when it is started, and every wait for one."""
 
-    class Noted(Pending):
-        name = ""
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
 
-        def wait(self) -> None:
-            super().wait()
-            note(f"wait {self.name}")
+    def entered(self, collective: Collective) -> None:
+        self._note(collective.op)
 
-    def noted(op: str) -> Callable[..., Pending]:
-        start = getattr(Axis, f"start_{op}")
-
-        def begin(axis: Axis, *tensors: torch.Tensor) -> Pending:
-            pending = Noted(start(axis, *tensors).work)
-            object.__setattr__(pending, "name", op)
-            note(f"start {op}")
-            return pending
-
-        return begin
-
-    with (
-        mock.patch.object(Axis, "start_all_reduce_", noted("all_reduce_")),
-        mock.patch.object(Axis, "start_all_gather", noted("all_gather")),
-        mock.patch.object(Axis, "start_reduce_scatter", noted("reduce_scatter")),
-    ):
-        yield
+    def left(self) -> None:
+        pass
 
 
 def _order(context: ParallelContext, sequence_parallel: bool, overlap: bool) -> list[str]:
     _, _, backward = _product(context, _boundary(context, sequence_parallel, overlap))
     events: list[str] = []
-    with _noting_collectives(events.append), _Watched(context.tp, events.append):
+    with context.tp.log.watching(_Watcher(events.append)), _Watched(context.tp, events.append):
         backward()
     return events
 
 
 def test_the_weight_gradient_is_computed_between_start_and_wait(ranks) -> None:
     layout = ParallelLayout(tp=2)
-    assert ranks(layout, _order, False, True)[0] == ["dx", "start all_reduce_", "dW", "wait all_reduce_"]
-    assert ranks(layout, _order, True, True)[0] == [
-        "start all_gather",
-        "dx",
-        "start reduce_scatter",
-        "wait all_gather",
-        "dW",
-        "wait reduce_scatter",
-    ]
-    assert ranks(layout, _order, True, False)[0] == [
-        "start all_gather",
-        "wait all_gather",
-        "dx",
-        "start reduce_scatter",
-        "wait reduce_scatter",
-        "dW",
-    ]
+    assert ranks(layout, _order, False, True)[0] == ["dx", "all_reduce", "dW", WAIT]
+    assert ranks(layout, _order, True, True)[0] == ["all_gather", "dx", "reduce_scatter", WAIT, "dW", WAIT]
+    # The order of before.
+    assert ranks(layout, _order, False, False)[0] == ["dx", "dW", "all_reduce"]
+    assert ranks(layout, _order, True, False)[0] == ["all_gather", WAIT, "dx", "reduce_scatter", WAIT, "dW"]
 
 
 def _is_done_while_under_way(
-    context: ParallelContext, sequence_parallel: bool, op: str, product: str, signal: Path, overlap: bool
+    context: ParallelContext,
+    sequence_parallel: bool,
+    op: str,
+    product: str,
+    signal: Path,
+    overlap: bool,
+    patience: float,
 ) -> bool:
-    """Rank 1 joins `op` only when rank 0 has computed `product`, or after a second; return whether it has."""
+    """Rank 1 joins `op` only when rank 0 has computed `product`, or after its patience; return whether it has."""
     _, _, backward = _product(context, _boundary(context, sequence_parallel, overlap))
     if context.tp.rank == 0:
         with _Watched(context.tp, lambda name: signal.touch() if name == product else None):
@@ -229,7 +208,7 @@ def _is_done_while_under_way(
     start, seen = getattr(Axis, op), []
 
     def start_late(axis: Axis, *tensors: torch.Tensor) -> Pending:
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + patience
         while not signal.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         seen.append(signal.exists())
@@ -253,7 +232,10 @@ def test_a_rank_computes_while_its_collective_waits_for_the_others(
 ) -> None:
     """A collective that one rank has not entered cannot be complete on the other, which goes on computing."""
     arguments = (sequence_parallel, op, product)
-    assert ranks(ParallelLayout(tp=2), _is_done_while_under_way, *arguments, tmp_path / "with", True) == [True, True]
+    assert ranks(ParallelLayout(tp=2), _is_done_while_under_way, *arguments, tmp_path / "signal", True, 30.0) == [
+        True,
+        True,
+    ]
 
 
 def _eagerly_waiting(context: ParallelContext, *arguments: Any) -> bool:
@@ -271,7 +253,7 @@ def _eagerly_waiting(context: ParallelContext, *arguments: Any) -> bool:
 def test_without_overlap_the_rank_would_stand_still(ranks, tmp_path) -> None:
     layout = ParallelLayout(tp=2)
     for op, product in (("start_reduce_scatter", "dW"), ("start_all_gather", "dx")):
-        arguments = (True, op, product, tmp_path / op, False)
+        arguments = (True, op, product, tmp_path / op, False, 0.5)
         assert ranks(layout, _is_done_while_under_way, *arguments) == [True, False]
-    arguments = (False, "start_all_reduce_", "dW", tmp_path / "all_reduce", True)
+    arguments = (False, "start_all_reduce_", "dW", tmp_path / "all_reduce", True, 0.5)
     assert ranks(layout, _eagerly_waiting, *arguments) == [True, False]
