@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from megascale.config.facts import Constraint, Facts, Violation
 from megascale.config.ranges import RANGE_CONSTRAINTS
+from megascale.config.rules_checkpoint import CHECKPOINT_CONSTRAINTS
+from megascale.config.rules_data_parallel import DATA_PARALLEL_CONSTRAINTS
 from megascale.config.rules_faults import FAULT_CONSTRAINTS
 from megascale.config.rules_input import INPUT_CONSTRAINTS
 from megascale.config.rules_layout import LAYOUT_CONSTRAINTS
@@ -23,6 +25,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     *LAYOUT_CONSTRAINTS,
     *PIPELINE_CONSTRAINTS,
     *TRAINING_CONSTRAINTS,
+    *DATA_PARALLEL_CONSTRAINTS,
+    *CHECKPOINT_CONSTRAINTS,
     *FAULT_CONSTRAINTS,
 )
 

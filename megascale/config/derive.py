@@ -6,7 +6,8 @@
 from dataclasses import replace
 from typing import Any
 
-from megascale.config.schema import RunConfig
+from megascale.config.loss_scale import fill_loss_scale
+from megascale.config.schema import RunConfig, TrainConfig
 
 __all__ = ["derive"]
 
@@ -27,12 +28,21 @@ def derive(config: RunConfig, world_size: int, tokenizer_vocab_size: int | None 
     ranks_per_model = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     if ranks_per_model > 0 and world_size % ranks_per_model == 0:
         train = _fill(train, "global_batch_size", train.micro_batch_size * (world_size // ranks_per_model))
+    train = _fill_precision(train)
     schedule = _fill(schedule, "lr_decay_iters", train.train_iters)
     return replace(config, model=model, data=data, train=train, schedule=schedule)
 
 
 def _fill(section: Any, name: str, value: object) -> Any:
     return section if getattr(section, name) is not None else replace(section, **{name: value})
+
+
+def _fill_precision(train: TrainConfig) -> TrainConfig:
+    train = _fill(train, "accumulate_allreduce_grads_in_fp32", train.bf16)
+    if train.fp16 or train.bf16:
+        wide = train.accumulate_allreduce_grads_in_fp32
+        train = _fill(train, "grad_reduce_dtype", "float32" if wide else "half")
+    return fill_loss_scale(train)
 
 
 def _ffn_hidden_size(hidden_size: int, activation: str) -> int:

@@ -1,12 +1,13 @@
 """Rules on batches, the schedule, precision, devices and checkpoints."""
 
 from megascale.config.facts import Constraint, Facts, divisors, either, nearest_multiples, nearest_of
+from megascale.config.loss_scale import LOSS_SCALE_FIELDS
 
 __all__ = ["TRAINING_CONSTRAINTS"]
 
 _TP = "tensor_model_parallel_size"
 _PP = "pipeline_model_parallel_size"
-_SCALER_OPTIONS = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+_SCALER_OPTIONS = ("loss_scale_preset", *LOSS_SCALE_FIELDS)
 
 
 def _batch_divides(facts: Facts) -> str | None:
@@ -95,7 +96,7 @@ def _constant_scale_is_not_dynamic(facts: Facts) -> str | None:
 
 def _scale_starts_above_floor(facts: Facts) -> str | None:
     initial, floor = facts.value("initial_loss_scale"), facts.value("min_loss_scale")
-    if initial >= floor:
+    if initial is None or floor is None or initial >= floor:
         return None
     return (
         f"{facts.show('min_loss_scale')} exceeds {facts.show('initial_loss_scale')}. Use "

@@ -5,8 +5,10 @@ resolved configuration; one that is marked `derived` or `required` may be None u
 """
 
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_type_hints
+
+from megascale.config.option import Option, as_option, option, required
 
 __all__ = [
     "CheckpointConfig",
@@ -22,41 +24,6 @@ __all__ = [
     "TrainConfig",
     "options",
 ]
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    aliases: tuple[str, ...] = (),
-    shorthands: dict[str, str] | None = None,
-    metavar: str | None = None,
-    derived: str | None = None,
-    required: bool = False,
-) -> Any:
-    """Describe one field.
-
-    flag: its flag, where that is not the field's name with dashes. aliases: other spellings of the flag.
-    shorthands: flags without a value that stand for one value of this option.
-    metavar: what its value is called in --help. derived: what the value is when none is given.
-    required: there is no such value.
-    """
-    metadata = {
-        "help": help,
-        "flag": flag,
-        "aliases": aliases,
-        "shorthands": shorthands or {},
-        "metavar": metavar,
-        "derived": derived,
-        "required": required,
-    }
-    return field(default=default, metadata=metadata)
-
-
-def required(help: str) -> Any:
-    """Describe a field that a flag, a file or a preset must give."""
-    return option(None, help, required=True)
 
 
 @dataclass(frozen=True)
@@ -132,6 +99,16 @@ class ParallelConfig:
     async_tensor_model_parallel_allreduce: bool = option(
         True, "reduce the gradient of a tensor-parallel layer's input while the weight's is computed"
     )
+    overlap_grad_reduce: bool = option(
+        False, "sum gradients over data-parallel ranks in buckets, while the last backward pass of a step runs"
+    )
+    use_distributed_optimizer: bool = option(
+        False, "share the optimizer's state and work among data-parallel ranks (ZeRO-1)"
+    )
+    overlap_param_gather: bool = option(
+        False, "with the distributed optimizer: gather the new parameters while the next forward pass runs"
+    )
+    bucket_cap_mb: float = option(150.0, "size of the buckets of overlapped communication, in MB of 2^20 bytes")
     world_size: int | None = option(
         None,
         "processes of the run: with --dry-run the number to plan for, otherwise a promise that is checked at launch",
@@ -151,6 +128,9 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the running mean of gradients")
     adam_beta2: float = option(0.999, "decay of the running mean of squared gradients")
     adam_eps: float = option(1e-8, "added to the root of the mean square")
+    optimizer_backend: Literal["auto", "torch", "apex"] = option(
+        "auto", "whose fused AdamW; auto is NVIDIA apex's where it is installed and the weights are on cuda"
+    )
     clip_grad: float = option(1.0, "largest global L2 norm of the gradient; 0 = no clipping")
 
 
@@ -209,10 +189,33 @@ class TrainConfig:
     fp16: bool = option(False, "compute in float16, with float32 master weights and loss scaling")
     bf16: bool = option(False, "compute in bfloat16, with float32 master weights")
     loss_scale: float | None = option(None, "constant loss scale of --fp16", derived="dynamic")
-    initial_loss_scale: float = option(2.0**32, "dynamic loss scale of --fp16 at the first step")
-    loss_scale_window: int = option(1000, "steps without overflow after which the loss scale doubles")
-    hysteresis: int = option(2, "overflows before the loss scale is halved")
-    min_loss_scale: float = option(1.0, "floor of the dynamic loss scale")
+    loss_scale_preset: Literal["megatron", "fairseq", "transformer-xl"] = option(
+        "megatron", "whose constants of the dynamic loss scale of --fp16 are used where none are given"
+    )
+    initial_loss_scale: float | None = option(
+        None, "dynamic loss scale of --fp16 at the first step", derived="the preset's: 2^32, 2^7 or 2^16"
+    )
+    loss_scale_window: int | None = option(
+        None, "steps without overflow after which the loss scale doubles", derived="the preset's: 1000, 2000 or 1000"
+    )
+    hysteresis: int | None = option(
+        None, "overflows before the loss scale is halved", derived="the preset's: 2, 1 or 1"
+    )
+    min_loss_scale: float | None = option(
+        None, "floor of the dynamic loss scale", derived="the preset's: 1, 0.0001 or 1"
+    )
+    fp16_pure: bool = option(
+        False, "with --fp16: no float32 masters; weights and moments in float16 too (unstable, for comparison)"
+    )
+    accumulate_allreduce_grads_in_fp32: bool = option(
+        None, "add up the gradients of --fp16 or --bf16 in float32", derived="with --bf16 only"
+    )
+    grad_reduce_dtype: Literal["float32", "half"] | None = option(
+        None,
+        "what data-parallel ranks send each other of their gradients; half: the 16-bit type of --fp16 or --bf16",
+        shorthands={"--fp32-allreduce": "float32", "--grad-reduce-in-bf16": "half"},
+        derived="as they are added up",
+    )
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none",
         "activations recomputed in the backward pass: selective, those inside attention between its projections; full, "
@@ -234,7 +237,24 @@ class CheckpointConfig:
     load: str | None = option(
         None, "run directory (its newest checkpoint) or one checkpoint to start from", metavar="DIRECTORY"
     )
+    load_policy: Literal["newest", "newest-intact"] = option(
+        "newest",
+        "of a run directory: the newest checkpoint, or an error if it is damaged; or the newest one whose content "
+        "proves to be what was saved (reads all of it)",
+    )
     save_interval: int | None = option(None, "steps from one checkpoint to the next", derived="only at the end")
+    async_save: bool = option(
+        False, "write checkpoints while training goes on, from a copy in host memory as large as what the rank saves"
+    )
+    keep_last: int | None = option(
+        None, "newest checkpoints that are kept when others are removed", derived="all are kept"
+    )
+    keep_every: int | None = option(
+        None, "with --keep-last: checkpoints at multiples of this many steps are kept too", derived="none"
+    )
+    save_best: bool = option(
+        False, "save whenever the validation loss is the lowest so far, and keep the checkpoint with the lowest"
+    )
 
 
 @dataclass(frozen=True)
@@ -295,59 +315,9 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
-@dataclass(frozen=True)
-class Option:
-    """One field of one section, as the command line, the documentation and the error messages need it.
-
-    kind: "int", "float", "bool", "str" or "list" (of strings). choices: the only values allowed, empty for any.
-    optional: whether None is a value of the resolved option, not just a gap that is filled in.
-    """
-
-    section: str
-    name: str
-    kind: str
-    default: Any
-    optional: bool
-    choices: tuple[str, ...]
-    help: str
-    flag: str
-    aliases: tuple[str, ...]
-    shorthands: dict[str, str]
-    metavar: str | None
-    derived: str | None
-    required: bool
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The section and the name."""
-        return (self.section, self.name)
-
-
 def options() -> Iterator[Option]:
     """Yield every option in the order of the schema."""
     for section, section_type in get_type_hints(RunConfig).items():
         hints = get_type_hints(section_type)
         for description in fields(section_type):
-            yield _as_option(section, description, hints[description.name])
-
-
-def _as_option(section: str, description: "Field[Any]", hint: Any) -> Option:
-    assert description.default is not MISSING, f"{section}.{description.name} has no default"
-    alternatives = [hint] if get_origin(hint) in (None, Literal, tuple) else list(get_args(hint))
-    optional = type(None) in alternatives
-    (value_type,) = (alternative for alternative in alternatives if alternative is not type(None))
-    choices = tuple(get_args(value_type)) if get_origin(value_type) is Literal else ()
-    kind = "str" if choices else "list" if get_origin(value_type) is tuple else value_type.__name__
-    settings = dict(description.metadata)
-    if settings["metavar"] is None and kind != "bool":
-        settings["metavar"] = "{" + ",".join(choices) + "}" if choices else {"int": "N", "float": "X"}.get(kind, "TEXT")
-    settings["flag"] = settings["flag"] or "--" + description.name.replace("_", "-")
-    return Option(
-        section=section,
-        name=description.name,
-        kind=kind,
-        default=description.default,
-        optional=optional,
-        choices=choices,
-        **settings,
-    )
+            yield as_option(section, description, hints[description.name])

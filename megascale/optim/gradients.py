@@ -1,107 +1,118 @@
-"""Flat gradients: one buffer that autograd writes into, reduced over data-parallel ranks in one collective.
-
-Parameters are laid out with those split over the tensor axis first, the replicated ones after, and of these the ones
-with partial gradients last; what another pipeline stage holds a copy of comes before all others. So each kind is one
-contiguous stretch: the gradient norm needs a pass over each and the sums of partial and of copies' gradients one
-message each, whatever the number of parameters.
-"""
+"""Flat gradients: one buffer that backward passes add to, and the norm of the whole model's gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 
+from megascale.optim.flat import ROW, FlatLayout, Shard
 from megascale.parallel.context import Axis
 from megascale.parallel.sharding import DeclaredParameter
 
-# Each parameter starts at a multiple of this many elements, so that vectorised kernels see aligned memory at any dtype.
-_ALIGNMENT = 64
 
+class GradientBuffer:
+    """The gradients of a model in its own precision: each `.grad` is a view, into which autograd accumulates.
 
-class FlatBuffer:
-    """One contiguous tensor with a view per parameter.
-
-    Args:
-        declared: The parameters, in model order; the buffer holds the shared ones first, then the split ones, those
-            with partial gradients last.
-        dtype: Of the buffer.
+    Attributes:
+        flat: The buffer; `views` are its parts in the order of `declared`.
     """
 
-    def __init__(self, declared: list[DeclaredParameter], dtype: torch.dtype) -> None:
-        self.declared = sorted(declared, key=lambda d: (d.copies is None, not d.is_split, d.spec.gradient_is_partial))
-        offsets, end, shared_end, split_end, whole_end = [], 0, 0, 0, 0
-        for d in self.declared:
-            offsets.append(end)
-            end += -(-d.parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-            if d.copies is not None:
-                assert d.is_split, f"{d.name}: of shared parameters, only split ones are summed right"
-                shared_end = end
-            if d.is_split:
-                split_end = end
-            if not d.spec.gradient_is_partial:
-                whole_end = end
-        device = self.declared[0].parameter.device
-        self.flat = torch.zeros(end, dtype=dtype, device=device)
-        self.shared, self.split = self.flat[:shared_end], self.flat[shared_end:split_end]
-        self.replicated = self.flat[split_end:]
-        self.partial = self.flat[whole_end:]
-        self.views = [
-            self.flat[offset : offset + d.parameter.numel()].view(d.parameter.shape)
-            for offset, d in zip(offsets, self.declared, strict=True)
-        ]
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
+        self.layout, self.declared = layout, layout.declared
+        self.flat = layout.zeros(dtype)
+        self.views = layout.views(self.flat)
+        self._attach()
 
-
-class GradientBuffer(FlatBuffer):
-    """The gradients of a model; each parameter's `.grad` is a view, into which autograd accumulates."""
-
-    def __init__(self, declared: list[DeclaredParameter], dtype: torch.dtype) -> None:
-        super().__init__(declared, dtype)
+    def _attach(self) -> None:
         for d, view in zip(self.declared, self.views, strict=True):
             d.parameter.grad = view
 
     def zero_(self) -> None:
         self.flat.zero_()
 
-    def all_reduce_(self, dp: Axis) -> None:
-        """Sum the gradients over the data-parallel ranks: one collective per update, however many micro-batches."""
+    def require_in_place(self) -> None:
+        """Check that nobody put other gradients in place of the buffer's."""
         for d, view in zip(self.declared, self.views, strict=True):
             assert d.parameter.grad is view, f"the gradient of {d.name} was replaced: zero it with GradientBuffer.zero_"
-        dp.all_reduce_(self.flat)
 
 
-def sum_partial_gradients(gradients: FlatBuffer, tp: Axis) -> None:
-    """Make the gradients that are declared partial whole, on every tensor-parallel rank: one message per update."""
-    if gradients.partial.numel():
-        tp.all_reduce_(gradients.partial)
+class WideGradientBuffer(GradientBuffer):
+    """The gradients of a half-precision model added up in float32: each is moved here as soon as autograd made it.
 
-
-def sum_shared_gradients(gradients: FlatBuffer) -> None:
-    """Add up the gradients of what several pipeline stages hold, on each of them: one message per update."""
-    if gradients.shared.numel() and (copies := gradients.declared[0].copies) is not None:
-        copies.all_reduce_(gradients.shared)
-
-
-def global_norm(gradients: GradientBuffer, tp: Axis, pp: Axis | None = None) -> float:
-    """Return the 2-norm of the whole model's gradient, the same on every rank that holds a part of it.
-
-    Split parameters count on every tensor-parallel rank, replicated ones once, on rank 0; what several pipeline stages
-    hold counts on the first of them. It is inf or nan on all ranks if any gradient on any of them is. Synchronises with
-    the device.
+    In bfloat16 the sum of 512 equal gradients is 256 of them: from there on adding one more changes nothing.
     """
-    # The other ranks' replicated gradients are read as well: 0 * inf is nan, so that no overflow goes unseen.
-    counted = 1.0 if tp.rank == 0 else 0.0
-    square = _squared_norm(gradients.split) + counted * _squared_norm(gradients.replicated)
-    if gradients.shared.numel():
-        square += (1.0 if gradients.declared[0].is_first_copy else 0.0) * _squared_norm(gradients.shared)
-    tp.all_reduce_(square)
-    if pp is not None:
-        pp.all_reduce_(square)
-    return square.sqrt().item()
+
+    def _attach(self) -> None:
+        for d, view in zip(self.declared, self.views, strict=True):
+            d.parameter.register_post_accumulate_grad_hook(partial(_move, view))
+
+    def require_in_place(self) -> None:
+        for d in self.declared:
+            assert d.parameter.grad is None, f"{d.name} has a gradient that no backward pass moved to the float32 sum"
 
 
-def _squared_norm(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a stretch of a flat buffer, float64 scalar.
+def _move(total: torch.Tensor, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    total.add_(parameter.grad)
+    parameter.grad = None
+
+
+def build_gradients(layout: FlatLayout, dtype: torch.dtype) -> GradientBuffer:
+    """Return a buffer of `dtype` for parameters of that dtype or, in float32, of half precision."""
+    wide = layout.declared[0].parameter.dtype != dtype
+    return WideGradientBuffer(layout, dtype) if wide else GradientBuffer(layout, dtype)
+
+
+def sum_partial_gradients(gradients: GradientBuffer, tp: Axis) -> None:
+    """Make the gradients that are declared partial whole, on every tensor-parallel rank: one message per update."""
+    stretch = gradients.layout.partial
+    if stretch.start < stretch.stop:
+        tp.all_reduce_(gradients.flat[stretch])
+
+
+def sum_shared_gradients(gradients: GradientBuffer) -> None:
+    """Add up the gradients of what several pipeline stages hold, on each of them: one message per update."""
+    stretch = gradients.layout.shared
+    axes = {d.copies for d in gradients.declared if d.copies is not None}
+    if stretch.start < stretch.stop:
+        (copies,) = axes
+        copies.all_reduce_(gradients.flat[stretch])
+
+
+class GradientNorm:
+    """The 2-norm of the whole model's gradient, the same on every rank.
+
+    Args:
+        shard: Which elements this rank has summed gradients of.
+        counts: Whether a parameter counts on this rank: of those that several ranks hold, exactly one must.
+        axes: What to sum over.
+    """
+
+    def __init__(self, shard: Shard, counts: Callable[[DeclaredParameter], bool], axes: Sequence[Axis]) -> None:
+        self._shard, self._axes = shard, list(axes)
+        counted = shard.layout.rows(counts)
+        self._counted = [counted[s.start // ROW : s.stop // ROW] for s in shard.stretches]
+
+    def __call__(self, flat: torch.Tensor) -> float:
+        """Return the norm of a flat buffer: inf or nan on all ranks if any element on any of them is.
+
+        Synchronises with the device.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=flat.device)
+        for part, counted in zip(self._shard.parts(flat), self._counted, strict=True):
+            # What does not count is read as well: 0 * inf is nan, so that no overflow goes unseen.
+            square += (_squared_row_norms(part) * counted).sum()
+        for axis in self._axes:
+            axis.all_reduce_(square)
+        return square.sqrt().item()
+
+
+def _squared_row_norms(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums of squares of the rows of a stretch of a flat buffer, float64 [rows].
 
     By short rows, and those in float64: one float32 sum over 10^8 elements is 4% short on a CPU.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(x.view(-1, _ALIGNMENT), dim=-1, dtype=wide).double().square().sum()
+    return torch.linalg.vector_norm(x.view(-1, ROW), dim=-1, dtype=wide).double().square()

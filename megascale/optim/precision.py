@@ -1,43 +1,42 @@
-"""Half-precision training: float32 master weights, and loss scaling for float16.
+"""Half-precision training: which numbers are kept in which type, and loss scaling for float16.
 
-Ott et al. 2018, section 3.1; Megatron-LM's constants by default (initial scale 2^32, window 1000, hysteresis 2).
+Ott et al. 2018, section 3.1; Megatron-LM's constants by default: see `config.loss_scale`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from megascale.config.schema import TrainConfig
-from megascale.optim.gradients import FlatBuffer
-from megascale.parallel.sharding import DeclaredParameter
 
 
-class MasterWeights(FlatBuffer):
-    """Float32 copies of the parameters, which are turned to half precision.
+@dataclass(frozen=True)
+class NumericTypes:
+    """The element types of a run.
 
-    The optimizer updates the copies; `write_back` rounds them into the model. `gradients` are float32 views that the
-    optimizer reads, filled by `take_gradients`.
+    Attributes:
+        parameters: Of the model, in which it computes.
+        gradients: In which gradients are added up over micro-batches.
+        reduction: In which data-parallel ranks send each other their sums.
+        has_masters: Whether the optimizer updates float32 copies of the parameters.
     """
 
-    def __init__(self, declared: list[DeclaredParameter], half: torch.dtype) -> None:
-        super().__init__(declared, torch.float32)
-        self._gradients = FlatBuffer(declared, torch.float32)
-        self._model = FlatBuffer(declared, half)
-        for d, master, gradient, view in zip(
-            self.declared, self.views, self._gradients.views, self._model.views, strict=True
-        ):
-            master.copy_(d.parameter.data)
-            master.grad = gradient
-            d.parameter.data = view
-        self.write_back()
+    parameters: torch.dtype
+    gradients: torch.dtype
+    reduction: torch.dtype
+    has_masters: bool
 
-    def take_gradients(self, flat: torch.Tensor, factor: float) -> None:
-        """Set the masters' gradients to `flat` (the model's, half precision) times `factor`, in float32."""
-        self._gradients.flat.copy_(flat).mul_(factor)
-
-    def write_back(self) -> None:
-        """Round the masters into the model's parameters."""
-        self._model.flat.copy_(self.flat)
+    @classmethod
+    def of(cls, train: TrainConfig, full: torch.dtype) -> NumericTypes:
+        """Return the types of a run whose model was built in `full`."""
+        half = torch.float16 if train.fp16 else torch.bfloat16 if train.bf16 else None
+        if half is None:
+            return cls(full, full, full, False)
+        gradients = torch.float32 if train.accumulate_allreduce_grads_in_fp32 else half
+        reduction = {None: gradients, "float32": torch.float32, "half": half}[train.grad_reduce_dtype]
+        return cls(half, gradients, reduction, not train.fp16_pure)
 
 
 class LossScaler:
@@ -54,10 +53,14 @@ class LossScaler:
 
     def __init__(self, train: TrainConfig) -> None:
         self.dynamic = train.fp16 and train.loss_scale is None
-        constant = train.loss_scale if train.fp16 and train.loss_scale is not None else 1.0
-        self.scale = train.initial_loss_scale if self.dynamic else constant
-        self._window, self._hysteresis, self._minimum = train.loss_scale_window, train.hysteresis, train.min_loss_scale
-        self._clean_steps, self._tolerance = 0, train.hysteresis
+        self.scale = train.loss_scale if train.fp16 and train.loss_scale is not None else 1.0
+        # None unless the scale is dynamic.
+        self._window, self._hysteresis = train.loss_scale_window or 0, train.hysteresis or 0
+        self._minimum = train.min_loss_scale or 0.0
+        self._clean_steps, self._tolerance = 0, self._hysteresis
+        if self.dynamic:
+            assert train.initial_loss_scale is not None, "the configuration is resolved"
+            self.scale = train.initial_loss_scale
 
     def update(self, overflow: bool) -> None:
         """Take note of one step."""

@@ -6,57 +6,42 @@ from pathlib import Path
 from typing import Any
 
 from megascale.checkpoint.load import load_tensors
-from megascale.checkpoint.save import save_checkpoint
+from megascale.checkpoint.manifest import DamagedCheckpoint
 from megascale.checkpoint.tensors import TensorSlice
-from megascale.config.schema import RunConfig
-from megascale.config.serialization import to_dict
-from megascale.optim.build import ModelOptimizer
-from megascale.parallel.context import ParallelContext
-from megascale.parallel.sharding import DeclaredParameter
+from megascale.optim.build import ModelOptimizer, StateSlice
+from megascale.train.start import offer_older
 from megascale.train.state import TrainState
+from megascale.utils.errors import UserError
 
 
-def save_snapshot(
-    run_directory: Path | None,
-    state: TrainState,
-    optimizer: ModelOptimizer,
-    config: RunConfig,
-    context: ParallelContext,
-) -> Path | None:
-    """Save a checkpoint of the run; every rank calls this. Returns its path, None for a run that keeps nothing.
+def saved_slices(optimizer: ModelOptimizer) -> list[TensorSlice]:
+    """Return the tensors that this rank saves, as they lie in memory: a step changes them.
 
-    Data-parallel rank 0 writes, of a replicated tensor the tensor-parallel rank 0, and of what several pipeline stages
-    hold the first: each element once.
+    Data-parallel rank 0 saves (with the distributed optimizer: each rank its share), of a replicated tensor the
+    tensor-parallel rank 0, and of what several pipeline stages hold the first: each element once.
     """
-    if run_directory is None:
-        return None
-    return save_checkpoint(
-        run_directory / "checkpoints",
-        state.step,
-        [s for s, d in _slices(optimizer) if _writes(context, d)],
-        {"train": state.as_dict(), "optimizer": optimizer.state()},
-        to_dict(config),
-        context.rank,
-        context.world.size,
-        context.world.barrier,
-    )
+    return [_as_tensor_slice(s) for s in optimizer.slices() if s.counts]
+
+
+def saved_state(state: TrainState, optimizer: ModelOptimizer) -> dict[str, Any]:
+    """Return the rest of what a checkpoint holds, as plain numbers."""
+    return {"train": state.as_dict(), "optimizer": optimizer.state()}
 
 
 def load_snapshot(path: Path, optimizer: ModelOptimizer) -> TrainState:
-    """Fill the optimizer's weights, moments and counters from a checkpoint saved at any layout; return its progress."""
-    manifest = load_tensors(path, [s for s, _ in _slices(optimizer)])
+    """Fill the optimizer's weights, moments and counters from a checkpoint saved at any layout; return its progress.
+
+    Raises:
+        UserError: the checkpoint is damaged (then it tells what to load instead), or of another model.
+    """
+    try:
+        manifest = load_tensors(path, [_as_tensor_slice(s) for s in optimizer.slices()])
+    except DamagedCheckpoint as error:
+        raise UserError(f"{error}. {offer_older(path)}") from None
     state: dict[str, Any] = manifest.state
     optimizer.loaded(state["optimizer"])
     return TrainState.from_dict(state["train"])
 
 
-def _writes(context: ParallelContext, d: DeclaredParameter) -> bool:
-    """Whether this is the one rank that writes its part of a parameter."""
-    return context.dp.rank == 0 and (d.is_split or context.tp.rank == 0) and d.is_first_copy
-
-
-def _slices(optimizer: ModelOptimizer) -> list[tuple[TensorSlice, DeclaredParameter]]:
-    """This rank's part of every tensor, and the parameter that it belongs to."""
-    return [
-        (TensorSlice(name, d.spec.shape, d.spec.offset(d.axis), tensor), d) for name, tensor, d in optimizer.tensors()
-    ]
+def _as_tensor_slice(s: StateSlice) -> TensorSlice:
+    return TensorSlice(s.name, s.global_shape, s.offset, s.data)

@@ -31,6 +31,7 @@ def test_what_was_given_is_kept():
         model__ffn_hidden_size=8,
         model__max_position_embeddings=2048,
         train__global_batch_size=64,
+        train__accumulate_allreduce_grads_in_fp32=False,
         schedule__lr_decay_iters=10,
     )
     resolved = resolve(config, world_size=2, tokenizer_vocab_size=900)

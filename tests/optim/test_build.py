@@ -16,7 +16,7 @@ from megascale.model.gpt import GPT
 from megascale.optim.build import ModelOptimizer
 from megascale.parallel import boundary
 from megascale.parallel.context import ParallelContext, single_process
-from megascale.parallel.random import RandomStreams
+from megascale.parallel.random import RandomStreams, mix_seed
 from megascale.parallel.sharding import declared_parameters, initialise
 from tests.full import difference, full, full_weights, gradient_of
 from tests.model.plain_gpt2 import plain_gpt2, plain_name, to_plain
@@ -109,15 +109,15 @@ def _replicated_weights(context: ParallelContext, bug: str | None) -> dict[str, 
     patches: dict[str | None, Any] = {
         None: nullcontext(),
         "no f": mock.patch.object(boundary, "copy_to_ranks", lambda x, axis: x),
-        "each rank its own hidden dropout": mock.patch.object(RandomStreams, "start", _start_apart),
+        "each rank its own hidden dropout": mock.patch.object(RandomStreams, "_seed_with", _seed_apart),
     }
     with patches[bug]:
         model, _ = _train(context, 1, dropout=0.1, dtype=torch.float32)
     return {d.name: d.parameter.detach().numpy().tobytes() for d in declared_parameters(model) if not d.is_split}
 
 
-def _start_apart(streams: RandomStreams, step: int, micro_batch: int) -> None:
-    streams._generator.manual_seed(1000 * step + streams.model_parallel_seed)
+def _seed_apart(streams: RandomStreams, *place: int) -> None:
+    streams._generator.manual_seed(mix_seed(streams.model_parallel_seed, *place))
 
 
 def test_replicated_weights_stay_bit_identical(ranks) -> None:

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from megascale.config.layout import ParallelLayout
 from megascale.optim.build import ModelOptimizer
-from megascale.optim.gradients import GradientBuffer, global_norm
-from megascale.parallel.context import ParallelContext, single_process
-from megascale.parallel.sharding import declared_parameters, initialise
+from megascale.optim.flat import FlatLayout, Shard
+from megascale.optim.gradients import GradientBuffer, GradientNorm
+from megascale.optim.reduction import BucketSum, GradientReducer
+from megascale.parallel.context import Axis, ParallelContext, single_process
+from megascale.parallel.sharding import Constant, ParallelModule, ParameterSpec, declared_parameters, initialise
 from tests.full import full_gradients, gradient_of
 from tests.model.tiny import tiny_batch, tiny_gpt
 from tests.optim.toy import Toy, random_gradients, set_gradients, toy_config
@@ -20,15 +23,24 @@ GRADIENTS = random_gradients(seed=1, scale=3.0)
 SERIAL_NORM = torch.cat([gradient.flatten() for gradient in GRADIENTS.values()]).norm().item()
 
 
+def _buffer(model: nn.Module, dtype: torch.dtype) -> GradientBuffer:
+    return GradientBuffer(FlatLayout(declared_parameters(model)), dtype)
+
+
+def _norm_of(gradients: GradientBuffer, tp: Axis) -> float:
+    everything = Shard(gradients.layout, [slice(0, gradients.layout.size)])
+    return GradientNorm(everything, lambda d: d.is_split or tp.rank == 0, [tp])(gradients.flat)
+
+
 def _norm(context: ParallelContext, bug: str | None) -> float:
     model = Toy(context.tp, torch.float64)
-    gradients = GradientBuffer(declared_parameters(model), torch.float64)
+    gradients = _buffer(model, torch.float64)
     set_gradients(model, GRADIENTS)
     if bug == "replicated counted on every rank":
-        return global_norm(gradients, replace(context.tp, rank=0))
+        return _norm_of(gradients, replace(context.tp, rank=0))
     if bug == "not summed over ranks":
-        return global_norm(gradients, single_process().tp)
-    return global_norm(gradients, context.tp)
+        return _norm_of(gradients, single_process().tp)
+    return _norm_of(gradients, context.tp)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -43,10 +55,10 @@ def test_a_wrong_count_is_noticed(ranks, bug: str) -> None:
 
 def _norm_of_a_gpt(context: ParallelContext) -> tuple[float, float]:
     model = tiny_gpt(context)
-    gradients = GradientBuffer(declared_parameters(model), torch.float64)
+    gradients = _buffer(model, torch.float64)
     model(*tiny_batch()).backward()
     serial = torch.cat([gradient.flatten() for gradient in full_gradients(model).values()]).norm().item()
-    return global_norm(gradients, context.tp), serial
+    return _norm_of(gradients, context.tp), serial
 
 
 def test_the_norm_of_a_gpts_own_gradients(ranks) -> None:
@@ -56,20 +68,20 @@ def test_the_norm_of_a_gpts_own_gradients(ranks) -> None:
 
 def test_the_norm_of_many_float32_gradients_is_exact() -> None:
     """Torch's own float32 norm stalls: of four million terms on a CPU it is nearly 1e-4 off."""
-    model = Toy(single_process().tp)
-    gradients = GradientBuffer(declared_parameters(model), torch.float32)
-    many = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0))
-    gradients.split = many
-    exact = many.double().norm().item()
-    assert global_norm(gradients, single_process().tp) == pytest.approx(exact, rel=1e-7)
+    model = ParallelModule(single_process().tp)
+    model.declare("many", ParameterSpec((1 << 22,), None, Constant(0.0), False), torch.float32, torch.device("cpu"))
+    gradients = _buffer(model, torch.float32)
+    gradients.flat.copy_(torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)))
+    exact = gradients.flat.double().norm().item()
+    assert _norm_of(gradients, single_process().tp) == pytest.approx(exact, rel=1e-7)
 
 
 def _norm_with_an_overflow(context: ParallelContext, where: str, rank: int, value: float) -> float:
     model = Toy(context.tp)
-    gradients = GradientBuffer(declared_parameters(model), torch.float32)
+    gradients = _buffer(model, torch.float32)
     if context.tp.rank == rank:
         gradient_of(model.get_parameter(where))[0] = value
-    return global_norm(gradients, context.tp)
+    return _norm_of(gradients, context.tp)
 
 
 @pytest.mark.parametrize("where", ["rows", "norm"])
@@ -103,22 +115,20 @@ def test_clipping_is_torchs_on_the_whole_model(ranks, clip_grad: float) -> None:
             assert gradients[name] == pytest.approx(gradient_of(parameter).flatten().tolist(), rel=1e-12)
 
 
-def test_split_parameters_come_first_and_all_are_aligned() -> None:
+def test_parameters_lie_in_reverse_order_and_all_are_aligned() -> None:
     model = Toy(single_process().tp)
-    buffer = GradientBuffer(declared_parameters(model), torch.float32)
-    assert [d.name for d in buffer.declared] == ["rows", "bias", "norm", "positions"]
-    assert buffer.split.numel() + buffer.replicated.numel() == buffer.flat.numel()
+    buffer = _buffer(model, torch.float32)
+    assert [d.name for d in buffer.declared] == ["bias", "positions", "rows", "norm"]
     base = buffer.flat.data_ptr()
     assert all((view.data_ptr() - base) % 256 == 0 for view in buffer.views)
     for view in buffer.views:
         view.fill_(1.0)
-    assert buffer.split.sum() == 8 * 6 + 4
-    assert buffer.replicated.sum() == 5 + 7 * 3
+    assert buffer.flat.sum() == 8 * 6 + 4 + 5 + 7 * 3
 
 
 def test_autograd_accumulates_into_the_buffer() -> None:
     model = Toy(single_process().tp)
-    buffer = GradientBuffer(declared_parameters(model), torch.float32)
+    buffer = _buffer(model, torch.float32)
     for _ in range(2):
         torch.stack([parameter.sum() for parameter in model.parameters()]).sum().backward()
     assert buffer.flat.sum() == 2 * (8 * 6 + 4 + 5 + 7 * 3)
@@ -126,22 +136,26 @@ def test_autograd_accumulates_into_the_buffer() -> None:
     assert not gradient_of(model.get_parameter("rows")).any()
 
 
+def _reducer(buffer: GradientBuffer, context: ParallelContext) -> GradientReducer:
+    return GradientReducer(buffer, [slice(0, buffer.layout.size)], BucketSum(context.dp, False, buffer.flat.dtype))
+
+
 def test_a_replaced_gradient_is_refused() -> None:
     model = Toy(single_process().tp)
-    buffer = GradientBuffer(declared_parameters(model), torch.float32)
+    buffer = _buffer(model, torch.float32)
     model.zero_grad(set_to_none=True)
     with pytest.raises(AssertionError, match="was replaced"):
-        buffer.all_reduce_(single_process().dp)
+        _reducer(buffer, single_process()).finish()
 
 
 def _data_parallel_sum(context: ParallelContext) -> tuple[list[tuple[str, str]], float]:
     model = Toy(context.tp)
-    buffer = GradientBuffer(declared_parameters(model), torch.float32)
+    buffer = _buffer(model, torch.float32)
     for _ in range(3):
         (model.get_parameter("rows").sum() * (1.0 + context.dp.rank)).backward()
     with context.recording() as records:
-        buffer.all_reduce_(context.dp)
-    return [(record.op, record.axis) for record in records], buffer.views[0][0, 0].item()
+        _reducer(buffer, context).finish()
+    return [(record.op, record.axis) for record in records], gradient_of(model.get_parameter("rows"))[0, 0].item()
 
 
 def test_one_data_parallel_collective_per_update(ranks) -> None:

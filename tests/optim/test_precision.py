@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megascale.config.layout import ParallelLayout
+from megascale.config.loss_scale import fill_loss_scale
 from megascale.config.schema import TrainConfig
 from megascale.optim.build import ModelOptimizer, NonFiniteGradients, StepResult
 from megascale.optim.precision import LossScaler
@@ -166,7 +167,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("overflow_rate", [0.0, 0.001, 0.2, 0.6])
 def test_the_scale_follows_megatrons_rule(preset: str, overflow_rate: float) -> None:
-    train = TrainConfig(fp16=True, **PRESETS[preset])
+    train = fill_loss_scale(TrainConfig(fp16=True, **PRESETS[preset]))
     ours = LossScaler(train)
     theirs = _MegatronScaler(train.initial_loss_scale, train.loss_scale_window, train.min_loss_scale, train.hysteresis)
     draws = torch.rand(5000, generator=torch.Generator().manual_seed(1)) < overflow_rate
@@ -178,7 +179,7 @@ def test_the_scale_follows_megatrons_rule(preset: str, overflow_rate: float) -> 
 
 def _scales(updates: str, **options: Any) -> list[float]:
     """The scale after each update: x is an overflow."""
-    scaler = LossScaler(TrainConfig(fp16=True, **options))
+    scaler = LossScaler(fill_loss_scale(TrainConfig(fp16=True, **options)))
     scales = []
     for update in updates:
         scaler.update(update == "x")
@@ -194,7 +195,7 @@ def test_the_scale_by_hand() -> None:
     assert _scales("..x...", hysteresis=1, **start) == [16, 16, 8, 8, 8, 16], "the window starts anew"
     assert _scales("xx...x", hysteresis=2, **start) == [16, 8, 8, 8, 16, 16], "growth forgives again"
     assert _scales("xxxxx", hysteresis=1, min_loss_scale=4.0, **start) == [8, 4, 4, 4, 4]
-    assert LossScaler(TrainConfig(fp16=True)).scale == 2.0**32
+    assert LossScaler(fill_loss_scale(TrainConfig(fp16=True))).scale == 2.0**32
 
 
 def test_a_constant_scale_is_constant() -> None:
@@ -213,7 +214,7 @@ def test_a_constant_scale_is_constant() -> None:
 
 
 def test_the_scalers_state_is_all_there_is() -> None:
-    train = TrainConfig(fp16=True, initial_loss_scale=16.0, loss_scale_window=4, hysteresis=2)
+    train = fill_loss_scale(TrainConfig(fp16=True, initial_loss_scale=16.0, loss_scale_window=4, hysteresis=2))
     through, resumed = LossScaler(train), LossScaler(train)
     updates = ".x...x.x......x......"
     for index, update in enumerate(updates):

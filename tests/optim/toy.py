@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megascale.config.schema import OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from megascale.config.loss_scale import fill_loss_scale
+from megascale.config.schema import OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, TrainConfig
 from megascale.parallel.context import Axis
 from megascale.parallel.sharding import Constant, Normal, ParallelModule, ParameterSpec
 
@@ -30,11 +31,17 @@ def toy_config(**changes: Any) -> RunConfig:
         optimizer=OptimizerConfig(clip_grad=0.0, weight_decay=0.0),
         schedule=ScheduleConfig(lr=1e-3, min_lr=0.0, lr_decay_style="constant", lr_decay_iters=100),
     )
-    sections: dict[str, Any] = {"optimizer": OptimizerConfig, "schedule": ScheduleConfig, "train": TrainConfig}
+    sections: dict[str, Any] = {
+        "optimizer": OptimizerConfig,
+        "schedule": ScheduleConfig,
+        "train": TrainConfig,
+        "parallel": ParallelConfig,
+    }
     for section, section_type in sections.items():
         names = section_type.__dataclass_fields__.keys() & changes.keys()
         chosen = {name: changes.pop(name) for name in names}
         config = replace(config, **{section: replace(getattr(config, section), **chosen)})
+    config = replace(config, train=fill_loss_scale(config.train))
     assert not changes, f"no such options: {sorted(changes)}"
     return config
 
