@@ -85,7 +85,10 @@ class GPT(nn.Module):
             self.word_embedding.copies = pp_ends
         self.position_embedding = parts.position_embedding() if is_first else None
         self.embedding_dropout = parts.dropout()
-        self.blocks = nn.ModuleDict({str(layer): parts.block() for stage in self.stages for layer in stage.layers})
+        # A list whose members are called by their numbers in the whole model.
+        self.blocks = nn.ModuleList()
+        for layer in (layer for stage in self.stages for layer in stage.layers):
+            self.blocks.add_module(str(layer), parts.block())
         self.final_norm = parts.final_norm() if is_last else nn.Identity()
         self.head = parts.head() if is_last else None
         self.vocabulary = parts.vocabulary()
@@ -124,7 +127,7 @@ class GPT(nn.Module):
         """Return x [s, b, h] after the layers of the given numbers, which this rank must hold."""
         recomputes = self.recompute_blocks and torch.is_grad_enabled()
         for layer in layers:
-            block = self.blocks[str(layer)]
+            block = self.blocks.get_submodule(str(layer))
             if self._drops and self.training:
                 self.streams.start_layer(layer)
             x = recompute(block, self.streams, x) if recomputes else block(x)
