@@ -9,7 +9,8 @@ ranks keeps, per rank:
     inside    query, key and value 3, attention's output 1, the MLP's inner features
               before and after the activation 8                                         12/t
     core      a fused kernel's log-sum-exp per head and token                           (1/4)/t
-              with attention dropout, s^2 per head: probabilities, mask, product        11/t
+              a plain one (attention dropout): probabilities, mask and product, each s^2
+              per head, 9, scaled query and key 2                                       11/t
 """
 
 from __future__ import annotations
