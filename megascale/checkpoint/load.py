@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from megascale.checkpoint.boxes import Box, intersection, slices_within
+from megascale.checkpoint.holding import held
 from megascale.checkpoint.manifest import (
     CheckpointEntry,
     Manifest,
@@ -55,26 +56,30 @@ def load_tensors(path: str | Path, wanted: Iterable[TensorSlice]) -> Manifest:
 
     The slices may be cut in any way, whatever the layout that saved them, and lie on any device. Tensors of the
     checkpoint that nobody wants are left alone; a caller to whom that matters compares names with `manifest.tensors`.
+    While it is read, no retention policy removes it.
 
     Raises:
         UserError: naming the tensor and both values when a name, whole shape or element type differs; naming the file
             when one that holds a wanted part is missing or damaged. No tensor was changed then.
     """
     directory = Path(path)
-    manifest = read_manifest(directory)
-    slices = list(wanted)
-    problems = [problem for tensor_slice in slices if (problem := _mismatch(tensor_slice, manifest))]
-    if problems:
-        raise UserError(f"checkpoint {directory} does not fit this run: {summary(problems)}")
-    copies_by_file = _plan(slices, manifest)
-    verify_files(directory, manifest, copies_by_file)
-    for name in sorted(copies_by_file):
-        with open_tensor_file(directory / name) as file:
-            for part, stored, target in copies_by_file[name]:
-                content = file.read(stored.key, stored.shape, slices_within(part, stored.box))
-                assert content.dtype == target.data.dtype, f"{name}: {stored.key} is not of the type in the manifest"
-                with torch.no_grad():
-                    target.data.detach()[slices_within(part, target.box)].copy_(content)
+    with held(directory):
+        manifest = read_manifest(directory)
+        slices = list(wanted)
+        problems = [problem for tensor_slice in slices if (problem := _mismatch(tensor_slice, manifest))]
+        if problems:
+            raise UserError(f"checkpoint {directory} does not fit this run: {summary(problems)}")
+        copies_by_file = _plan(slices, manifest)
+        verify_files(directory, manifest, copies_by_file)
+        for name in sorted(copies_by_file):
+            with open_tensor_file(directory / name) as file:
+                for part, stored, target in copies_by_file[name]:
+                    content = file.read(stored.key, stored.shape, slices_within(part, stored.box))
+                    assert content.dtype == target.data.dtype, (
+                        f"{name}: {stored.key} is not of the type in the manifest"
+                    )
+                    with torch.no_grad():
+                        target.data.detach()[slices_within(part, target.box)].copy_(content)
     return manifest
 
 

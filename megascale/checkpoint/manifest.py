@@ -7,6 +7,7 @@
             rank_00000.safetensors      its tensors (absent for a rank that had none)
         .step_00000200.partial/     a save under way, or one that was killed: never loaded, removed by the next save
         .step_00000100.replaced/    the former checkpoint of a step while a new one of that step takes its name
+        .step_00000050.removed/     one that is not kept, being deleted (see retention.py)
 
 A directory gets its published name by one rename, after everything in it is on disk. Saving a step a second time takes
 two renames: the old directory is set aside, the new one takes its name, the old one is removed. A process killed
@@ -38,6 +39,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
     "CheckpointEntry",
+    "DamagedCheckpoint",
     "FileRecord",
     "Manifest",
     "SliceRecord",
@@ -48,6 +50,7 @@ __all__ = [
     "problem_with",
     "published_path",
     "read_manifest",
+    "removed_path",
     "replaced_path",
     "verify",
     "verify_files",
@@ -59,6 +62,10 @@ _PUBLISHED = re.compile(r"step_(\d{8,})")
 _REPLACED = re.compile(r"\.step_(\d{8,})\.replaced")
 
 _logger = logging.getLogger(__name__)
+
+
+class DamagedCheckpoint(UserError):
+    """Files of a checkpoint are missing or are not what was saved; another checkpoint may be intact."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,11 @@ def partial_path(checkpoints_dir: Path, step: int) -> Path:
 def replaced_path(checkpoints_dir: Path, step: int) -> Path:
     """Where the former checkpoint of `step` stands while a new one takes its name."""
     return checkpoints_dir / f".step_{step:08d}.replaced"
+
+
+def removed_path(checkpoints_dir: Path, step: int) -> Path:
+    """Where a checkpoint that is not kept stands while it is deleted."""
+    return checkpoints_dir / f".step_{step:08d}.removed"
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -181,7 +193,7 @@ def verify_files(path: str | Path, manifest: Manifest, names: Iterable[str]) -> 
     """Check size and sha256 of the files `names` of the checkpoint `path` against its manifest.
 
     Raises:
-        UserError: naming every file that is missing or is not what was saved.
+        DamagedCheckpoint: naming every file that is missing or is not what was saved.
     """
     directory = Path(path)
     checked = sorted(set(names))
@@ -189,7 +201,7 @@ def verify_files(path: str | Path, manifest: Manifest, names: Iterable[str]) -> 
     if not problems:
         problems = [problem for name in checked if (problem := _hash_problem(directory / name, manifest.files[name]))]
     if problems:
-        raise UserError(f"checkpoint {directory} is damaged and was not loaded: {summary(problems)}")
+        raise DamagedCheckpoint(f"checkpoint {directory} is damaged and was not loaded: {summary(problems)}")
 
 
 def _hash_problem(file: Path, record: FileRecord) -> str | None:

@@ -14,12 +14,10 @@ hidden directory, the next save removes.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,17 +43,16 @@ from megascale.checkpoint.records import (
     summary,
     to_text,
 )
+from megascale.checkpoint.retention import remove_directory
 from megascale.checkpoint.tensor_file import write_tensor_file
-from megascale.checkpoint.tensors import TensorSlice
+from megascale.checkpoint.tensors import DeferredSlice, TensorSlice
 from megascale.utils.files import atomic_writer, fsync_directory
 
-__all__ = ["SaveError", "TensorSlice", "save_checkpoint"]
+__all__ = ["SaveError", "TensorSlice", "save_checkpoint", "write_checkpoint"]
 
 # How long a rank looks for what rank 0 published before it calls the save failed: a network file system may show
 # another host's rename some seconds late.
 VISIBLE_WITHIN_SECONDS = 10.0
-
-_logger = logging.getLogger(__name__)
 
 
 class SaveError(RuntimeError):
@@ -105,6 +102,29 @@ def save_checkpoint(
     return save.published
 
 
+def write_checkpoint(
+    checkpoints_dir: str | Path,
+    step: int,
+    slices_by_file: Sequence[Sequence[DeferredSlice]],
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> Path:
+    """Save the checkpoint of `step` from one process as that many ranks would, one file after the other; its path.
+
+    Raises:
+        SaveError: it could not be written; chained to the cause.
+    """
+    saves = [_Save(Path(checkpoints_dir), step, rank, len(slices_by_file)) for rank in range(len(slices_by_file))]
+    try:
+        saves[0].prepare(state, config)
+        for save, slices in zip(saves, slices_by_file, strict=True):
+            save.write(slices)
+        saves[0].publish()
+    except Exception as error:
+        raise SaveError(f"the checkpoint of step {step} was not written to {checkpoints_dir}: {error}") from error
+    return saves[0].published
+
+
 @dataclass
 class _Save:
     """One rank's side of one save."""
@@ -136,12 +156,12 @@ class _Save:
         _clear_leftovers(self.root)
         self.partial.mkdir()
 
-    def write(self, slices: list[TensorSlice]) -> None:
+    def write(self, slices: Sequence[TensorSlice | DeferredSlice]) -> None:
         """Write this rank's tensors, if any, then its part record; both are durable on return."""
         # Normally there already; made here too so that each host's view of a shared disk need not be up to date.
         self.partial.mkdir(exist_ok=True)
         tensors: dict[str, TensorRecord] = {}
-        by_key: dict[str, TensorSlice] = {}
+        by_key: dict[str, TensorSlice | DeferredSlice] = {}
         file_name = f"{_rank_stem(self.rank)}.safetensors"
         num_parts: Counter[str] = Counter()
         for item in slices:
@@ -258,9 +278,10 @@ def _joined(name: str, known: TensorRecord | None, more: TensorRecord) -> Tensor
 
 
 def _clear_leftovers(root: Path) -> None:
-    """Put the directory right after saves that were killed: partial ones go, one set aside comes back or goes."""
-    for path in sorted(root.glob(".step_*.partial")):
-        _remove(path)
+    """Put the directory right after kills: what was under way goes, one set aside comes back or goes."""
+    for pattern in (".step_*.partial", ".step_*.removed"):
+        for path in sorted(root.glob(pattern)):
+            remove_directory(path)
     for path in sorted(root.glob(".step_*.replaced")):
         digits = path.name.removeprefix(".step_").removesuffix(".replaced")
         if digits.isdecimal():
@@ -277,17 +298,7 @@ def _put_back_or_remove_replaced(root: Path, step: int) -> None:
         os.rename(replaced, published)
         fsync_directory(root)
     else:
-        _remove(replaced)
-
-
-def _remove(directory: Path) -> None:
-    """Remove a hidden directory. What cannot be removed costs space, not correctness, and gives a warning."""
-    try:
-        shutil.rmtree(directory)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        _logger.warning("%s is not needed any more and could not be removed: %s", directory, error)
+        remove_directory(replaced)
 
 
 def _content(path: Path) -> bytes | None:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megascale.checkpoint.records import FileRecord
+from megascale.checkpoint.tensors import DeferredTensor
 from megascale.utils.errors import UserError
 from megascale.utils.files import atomic_writer
 
@@ -31,7 +32,7 @@ _CHUNK_BYTES = 1 << 24
 _ALIGNMENT = 8
 
 
-def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor | DeferredTensor]) -> FileRecord:
     """Write `tensors` under their keys to the safetensors file `path`, durable on return; its size and sha256.
 
     The bytes depend on keys, types, shapes and values only: the same tensors give the same file.
@@ -106,7 +107,7 @@ def open_tensor_file(path: Path) -> Iterator[TensorFile]:
         yield TensorFile(path, opened)
 
 
-def _stored_dtype(key: str, tensor: torch.Tensor) -> str:
+def _stored_dtype(key: str, tensor: torch.Tensor | DeferredTensor) -> str:
     """The name that the safetensors format gives to the element type."""
     names = {
         torch.float64: "F64",
@@ -126,11 +127,18 @@ def _stored_dtype(key: str, tensor: torch.Tensor) -> str:
     return names[tensor.dtype]
 
 
-def _chunks(head: bytes, keys: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def _chunks(
+    head: bytes, keys: list[str], tensors: Mapping[str, torch.Tensor | DeferredTensor]
+) -> Iterator[bytes | memoryview]:
     yield head
     for key in keys:
-        on_host = tensors[key].detach().to("cpu")
+        tensor = tensors[key]
+        if isinstance(tensor, DeferredTensor):
+            content = tensor.read()
+            assert (content.dtype, tuple(content.shape)) == (tensor.dtype, tensor.shape), f"{key} is not as declared"
+            tensor = content
+        on_host = tensor.detach().to("cpu")
         if on_host.numel() > 0:
-            content = on_host.reshape(-1).view(torch.uint8).numpy().data
-            for start in range(0, len(content), _CHUNK_BYTES):
-                yield content[start : start + _CHUNK_BYTES]
+            stored = on_host.reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(stored), _CHUNK_BYTES):
+                yield stored[start : start + _CHUNK_BYTES]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,4 +52,38 @@ class TensorSlice:
     @property
     def dtype_name(self) -> str:
         """The element type without `torch.`: `float32`, `bfloat16`, `int64`, ..."""
+        return str(self.data.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredTensor:
+    """A tensor that is put together when it is written, so that a file larger than the memory can be."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredSlice:
+    """A `TensorSlice` for saving only, whose content is read when it is its turn to be written."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    data: DeferredTensor
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.data.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        """The element type without `torch.`."""
         return str(self.data.dtype).removeprefix("torch.")

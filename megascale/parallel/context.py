@@ -372,6 +372,20 @@ def launch(
         dist.destroy_process_group()
 
 
+def open_host_axis(context: ParallelContext, name: str, timeout_minutes: float) -> Axis:
+    """Open the world once more, over gloo and host memory, for a second thread of each rank.
+
+    Its collectives never mix with those of the first thread, and have a log of their own. All ranks call this together;
+    the group closes with the context.
+    """
+    world = context.world
+    if world.size == 1:
+        return Axis(name, 0, 1)
+    group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+    assert isinstance(group, dist.ProcessGroup)
+    return Axis(name, world.rank, world.size, group)
+
+
 def _open_groups(groups: Sequence[Sequence[int]], rank: int) -> tuple[Sequence[int], dist.ProcessGroup | None]:
     """Open one axis's groups (every rank must open all of them, in one order) and return the one `rank` is in.
 

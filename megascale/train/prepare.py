@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from megascale.checkpoint.manifest import Manifest, find_latest, list_checkpoints, read_manifest
+from megascale.checkpoint.manifest import Manifest, read_manifest
 from megascale.config.cli import ParsedRun
 from megascale.config.derive import derive
 from megascale.config.describe import describe_run
@@ -17,6 +17,7 @@ from megascale.config.schema import RunConfig, options
 from megascale.config.serialization import known_values, numbered, to_dict, to_yaml, validate
 from megascale.data.build import Sources, build_sources, stored_vocab_size
 from megascale.data.tokenizer import Tokenizer, build_tokenizer
+from megascale.train.start import Start, find_start
 from megascale.utils.environment import LaunchEnvironment
 from megascale.utils.errors import UserError
 
@@ -32,6 +33,7 @@ class PreparedRun:
         layout: The grid of ranks.
         sources: Training and validation samples.
         start: The checkpoint to go on from; None: from initial weights.
+        passed_over: Newer checkpoints that are not taken, and what is wrong with each.
         changes: How the configuration differs from the one in that checkpoint, a line each.
     """
 
@@ -39,11 +41,17 @@ class PreparedRun:
     layout: ParallelLayout
     sources: Sources
     start: Path | None
+    passed_over: tuple[str, ...]
     changes: list[str]
 
 
-def prepare(parsed: ParsedRun, environment: LaunchEnvironment) -> PreparedRun:
+def prepare(parsed: ParsedRun, environment: LaunchEnvironment, start: Start | None = None) -> PreparedRun:
     """Open the tokenizer, the data and the checkpoint that a parsed command line names.
+
+    Args:
+        parsed: The command line.
+        environment: How the process was launched.
+        start: Where to begin, when that is known already; otherwise where --load says.
 
     Raises:
         UserError: whatever is wrong with any of them, in one message.
@@ -58,19 +66,21 @@ def prepare(parsed: ParsedRun, environment: LaunchEnvironment) -> PreparedRun:
             return None
 
     tokenizer = attempt(lambda: open_tokenizer(parsed.config))
-    start = attempt(lambda: find_start(parsed.config))
-    manifest = attempt(lambda: read_manifest(start)) if start else None
+    start = start or attempt(lambda: find_start(parsed.config)) or Start(None)
+    path = start.path
+    manifest = attempt(lambda: read_manifest(path)) if path else None
     config = None if problems else attempt(lambda: resolve_run(parsed, tokenizer, manifest))
     sources = attempt(lambda: build_sources(config, tokenizer)) if config else None
     if config and manifest:
-        attempt(lambda: require_same_model(config, manifest, start))
+        attempt(lambda: require_same_model(config, manifest, path))
     if problems or config is None or sources is None:
         raise UserError(numbered(problems))
     parallel = config.parallel
     layout = ParallelLayout.of_world(
         environment.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     )
-    return PreparedRun(config, layout, sources, start, config_changes(manifest, config) if manifest else [])
+    changes = config_changes(manifest, config) if manifest else []
+    return PreparedRun(config, layout, sources, path, start.passed_over, changes)
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -98,40 +108,6 @@ def resolve_run(parsed: ParsedRun, tokenizer: Tokenizer | None, manifest: Manife
         before = manifest.config["train"]["global_batch_size"]
         config = replace(config, train=replace(config.train, global_batch_size=before))
     return resolve(config, parsed.world_size, vocab_size)
-
-
-def find_start(config: RunConfig) -> Path | None:
-    """Return the checkpoint that --load names, None for a fresh start.
-
-    --load may name the run directory of --save before it holds anything, so that one command both starts and resumes.
-
-    Raises:
-        UserError: --load names nothing that can be loaded; or --save holds checkpoints that this run does not start
-        from
-            and would mix with its own.
-    """
-    load, save = config.checkpoint.load, config.checkpoint.save
-    start = find_latest(load) if load else None
-    is_own = bool(load and save and Path(load).resolve() == Path(save).resolve())
-    if load and start is None and not is_own:
-        raise UserError(
-            f"--load {load} holds no checkpoint: give a run directory that does, or one checkpoint; "
-            "with the same directory as --save, a run that has not begun starts from step 0"
-        )
-    if save and (existing := list_checkpoints(save)):
-        directory = existing[0].path.parent.resolve()
-        if start is None or start.parent.resolve() != directory:
-            raise UserError(
-                f"--save {save} already holds checkpoints up to step {existing[0].step}: "
-                f"add --load {save} to go on from there, or give another directory"
-            )
-        later = [entry for entry in existing if entry.path.resolve() != start.resolve() and entry.problem is None]
-        if later and later[0].step > read_manifest(start).step:
-            raise UserError(
-                f"--load {load} is older than checkpoint {later[0].path} in --save {save}: "
-                "give another --save directory to branch off, or --load the run directory to go on from the newest"
-            )
-    return start
 
 
 # Fields of the model section that may differ from the checkpoint's: they shape no tensor.

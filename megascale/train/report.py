@@ -38,6 +38,7 @@ def announce(run: PreparedRun, context: ParallelContext, state: TrainState) -> s
         run.sources.describe(),
         f"torch {torch.__version__} on {_device_name(context.device)}, {torch.get_num_threads()} threads per rank",
     ]
+    lines += [f"not taken: {problem}" for problem in run.passed_over]
     if run.start is not None:
         lines.append(f"resuming after step {state.step} ({state.samples:,} samples) from {run.start}")
         lines += [f"  changed: {change}" for change in run.changes]
