@@ -10,6 +10,7 @@ import sys
 from contextlib import ExitStack
 
 from megascale.config.cli import ParsedRun, parse_run_config
+from megascale.train.audit import print_audit
 from megascale.train.elastic import resumed_after_restart
 from megascale.train.prepare import prepare, print_description
 from megascale.train.start import find_start
@@ -24,6 +25,8 @@ def main() -> None:
         parsed = parse_run_config(sys.argv[1:], environment, description="Pretrain a GPT.")
         if parsed.print_config or parsed.dry_run:
             print_description(parsed, environment)
+        elif parsed.audit_step is not None:
+            print_audit(parsed, parsed.audit_step, environment)
         else:
             raise SystemExit(pretrain(resumed_after_restart(parsed, environment), environment))
     except UserError as error:

@@ -17,7 +17,7 @@ from megascale.config.serialization import Key, known_values, nearest_match, num
 from megascale.utils.environment import LaunchEnvironment
 from megascale.utils.errors import UserError
 
-__all__ = ["ParsedRun", "build_parser", "parse_run_config"]
+__all__ = ["ParsedRun", "build_parser", "default_text", "parse_run_config"]
 
 _FLAG = ""  # the origin of a value given on the command line
 _UNSET = "NONE"
@@ -32,6 +32,7 @@ class ParsedRun:
     explicit: what was chosen by a flag, or by the file with another value than the default.
     origins: where each value that is not a default comes from; "" is a flag.
     world_size: processes to plan for: those of the launch, or --world-size in a dry run.
+    audit_step: the step whose documents are asked for; None: none are.
     """
 
     config: RunConfig
@@ -41,6 +42,7 @@ class ParsedRun:
     print_config: bool
     dry_run: bool
     config_file: str | None
+    audit_step: int | None = None
 
 
 def parse_run_config(
@@ -60,6 +62,7 @@ def parse_run_config(
     flags, problems = _parse_flags(argv, program)
     print_config, dry_run = bool(flags.pop("print_config", False)), bool(flags.pop("dry_run", False))
     config_file = flags.pop("config", None)
+    audit_step = _audit_step(flags.pop("audit_data", None))
     by_name = {option.name: option for option in options()}
     from_flags = {by_name[name].key: _none_of_text(by_name[name], value) for name, value in flags.items()}
     from_file, file_problems = ({}, []) if config_file is None else _read_config_file(config_file)
@@ -77,9 +80,9 @@ def parse_run_config(
     explicit = frozenset(chosen_in_file) | frozenset(from_flags)
     planned = config.parallel.world_size if dry_run else None
     world_size = environment.world_size if planned is None else planned
-    for_training = not (dry_run or print_config)
+    for_training = not (dry_run or print_config)  # an audit reads the data as well
     require_valid(broken(config, world_size, explicit=explicit, origins=origins, for_training=for_training))
-    return ParsedRun(config, explicit, origins, world_size, print_config, dry_run, config_file)
+    return ParsedRun(config, explicit, origins, world_size, print_config, dry_run, config_file, audit_step)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -137,6 +140,9 @@ def build_parser(program: str = "pretrain_gpt.py", description: str = "") -> arg
     general.add_argument("--config", metavar="FILE", action=_Once, help="YAML file of options by section")
     general.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     general.add_argument("--dry-run", action="store_true", help="check, describe the run and exit; needs no data")
+    general.add_argument(
+        "--audit-data", metavar="STEP", action=_Once, help="print which documents a step reads and exit"
+    )
     groups: dict[str, Any] = {}
     titles = {section: f"{section} ({_summary_of(section)})" for section in RunConfig.__dataclass_fields__}
     for option in options():
@@ -153,7 +159,7 @@ def _summary_of(section: str) -> str:
 
 def _add_flag(group: Any, option: Option) -> None:
     names = [option.flag, *option.aliases]
-    text = f"{option.help} [{_default_text(option)}]"
+    text = f"{option.help} [{default_text(option)}]"
     if option.name == "preset":
         text += f": {', '.join(PRESETS)}"
     text = text.replace("%", "%%")
@@ -168,7 +174,8 @@ def _add_flag(group: Any, option: Option) -> None:
         group.add_argument(flag, dest=option.name, action=_Once, nargs=0, const=value, help=meaning)
 
 
-def _default_text(option: Option) -> str:
+def default_text(option: Option) -> str:
+    """Return what the value is when none is given, in words where it is no constant."""
     if option.required:
         return "required, or by a preset"
     if option.derived:
@@ -190,6 +197,12 @@ def _parse_flags(argv: Sequence[str], program: str) -> tuple[dict[str, Any], lis
         elif position == 0 or not unknown[position - 1].startswith("-"):
             problems.append(f"unexpected argument {argument!r}: every value belongs to a flag.")
     return vars(namespace), problems
+
+
+def _audit_step(text: str | None) -> int | None:
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    raise UserError(f"--audit-data {text} is not the number of a step.")
 
 
 def _none_of_text(option: Option, value: Any) -> Any:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from megascale.config.layout import Coordinates, ParallelLayout
 
-
 # The op under which waiting for a started collective is told to watchers.
 WAIT = "wait"
 

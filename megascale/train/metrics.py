@@ -10,6 +10,9 @@
 `samples` and `tokens` count from the start of the run. `loss` is in nats per scored token; that of a train record is
 the step's own, over the global batch, so that a resumed run writes what the uninterrupted one writes. `seconds` is per
 step, the mean since the record before, without validation and saving. A number that is not finite is null.
+
+`incidents.jsonl` holds what went wrong: `step`, `kind`, `action` taken and what was found; see `train.guard` and
+`train.drift`. It keeps the records of all attempts.
 """
 
 from __future__ import annotations
