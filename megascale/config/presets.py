@@ -88,7 +88,6 @@ PRESETS: Mapping[str, Preset] = {
         "data": {"seq_length": 128},
         "train": {
             "micro_batch_size": 8,
-            "global_batch_size": 8,
             "train_iters": 1000,
             "eval_interval": 100,
             "eval_iters": 20,
