@@ -27,10 +27,13 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docs.py
+
+docs: $(STAMP)
+	$(BIN)/python tools/write_reference.py
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 clean:
 	rm -rf $(VENV) demo runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
