@@ -204,6 +204,7 @@ class Trainer:
         assert self.restore is not None, "a configuration with the policy rewind gives a way back"
         with self._in_phase("saving"):
             self.finish_saving()
+            self.finish_saving()
             restored = self.restore()
         self.guard.rewound(restored.health)
         self.state = replace(
