@@ -6,6 +6,7 @@ The same comparison as in `test_equivalence.py`, in float64, with its planted bu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from megascale.checkpoint.manifest import find_latest
 from megascale.config.layout import ParallelLayout
 from megascale.config.schema import RunConfig
 from megascale.optim import build
@@ -22,15 +24,13 @@ from megascale.parallel.collectives import gather_from_ranks
 from megascale.parallel.context import Axis, Collective, ParallelContext, single_process
 from megascale.parallel.sharding import declared_parameters
 from tests.train.test_equivalence import _difference
-from tests.train.training import Pieces, assemble, build_trainer, losses, small_config, train_on_rank
+from tests.train.training import Pieces, assemble, build_trainer, exact_records, losses, small_config, train_on_rank
 
 EXACT = 1e-10
 HIDDEN, LAYERS, SEQUENCE = 32, 2, 16
 
 
-def _config(
-    tp: int, dp: int = 1, accumulation: int = 1, recompute: str = "none", overlap: bool = True
-) -> RunConfig:
+def _config(tp: int, dp: int = 1, accumulation: int = 1, recompute: str = "none", overlap: bool = True) -> RunConfig:
     return small_config(
         train={"micro_batch_size": 8 // (dp * accumulation), "recompute_granularity": recompute},
         parallel={
@@ -103,7 +103,7 @@ _BUGS: dict[str, Callable[..., Pieces]] = {
 def test_planted_bugs_are_seen(ranks, reference, tmp_path, bug: str) -> None:
     first = ranks(ParallelLayout(tp=2), _train_with_bug, _config(tp=2), tmp_path, bug)[0]
     largest = 0.0
-    for name, (_, offset, values) in first.items():
+    for name, _, offset, values in first:
         if name.startswith("model."):
             where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
             largest = max(largest, np.abs(values - reference[1][name][where]).max())
@@ -155,9 +155,7 @@ def test_what_a_step_communicates(ranks, tmp_path, tp, recompute, per_layer, wit
         # Norms and row biases of each layer, positions, final norm; each padded to 64 in the buffer.
         partial = LAYERS * 6 * 64 + SEQUENCE * HIDDEN + 2 * 64
         assert sorted(rest) == sorted([SEQUENCE * samples, 2 * SEQUENCE * samples, partial, 1])
-    plain = small_config(
-        parallel={"tensor_model_parallel_size": tp}, train={"recompute_granularity": recompute}
-    )
+    plain = small_config(parallel={"tensor_model_parallel_size": tp}, train={"recompute_granularity": recompute})
     records = ranks(layout, _communication_of_a_step, plain, tmp_path / "plain")[0]
     activations = [record for record in records if _is_activation(record, samples, tp)]
     assert [record.op for record in activations] == ["all_reduce"] * (without * LAYERS + 2)
@@ -186,3 +184,38 @@ def test_every_replicated_parameter_lies_outside_and_no_split_one(ranks, tmp_pat
     expected = {f"blocks.{index}.{name}" for index in range(LAYERS) for name in layer}
     expected |= {"final_norm.weight", "final_norm.bias", "position_embedding.weight"}
     assert ranks(ParallelLayout(tp=2), _partial_parameters, _config(tp=2), tmp_path) == [expected] * 2
+
+
+def _stop_and_resume(context: ParallelContext, config: RunConfig, run: Path) -> None:
+    train_on_rank(context, replace(config, train=replace(config.train, exit_interval=7)), run)
+    latest = find_latest(run)
+    assert latest is not None
+    train_on_rank(context, config, run, load=latest)
+
+
+def _saving(config: RunConfig, **model: float) -> RunConfig:
+    return replace(config, model=replace(config.model, **model), checkpoint=replace(config.checkpoint, save="run"))
+
+
+def test_stop_and_resume_is_bitwise_the_uninterrupted_run(ranks, tmp_path) -> None:
+    """With dropout from the ranks' own streams, recomputed."""
+    config = _saving(_config(tp=2, accumulation=4, recompute="full"), hidden_dropout=0.2, attention_dropout=0.2)
+    whole = assemble(ranks(ParallelLayout(tp=2), train_on_rank, config, tmp_path / "whole"))
+    ranks(ParallelLayout(tp=2), _stop_and_resume, config, tmp_path / "parts")
+    latest = find_latest(tmp_path / "parts")
+    assert exact_records(tmp_path / "parts") == exact_records(tmp_path / "whole")
+    again = assemble(ranks(ParallelLayout(tp=2), train_on_rank, config, tmp_path / "again", latest))
+    assert all(np.array_equal(again[name], values) for name, values in whole.items())
+
+
+def test_a_checkpoint_does_not_know_of_it(ranks, reference, tmp_path) -> None:
+    """Half the run with the sequence split over two ranks, half on one process, and the other way round."""
+    split, plain = _saving(_config(tp=2)), _saving(small_config())
+    stops = {"exit_interval": 10}
+    ranks(ParallelLayout(tp=2), train_on_rank, replace(split, train=replace(split.train, **stops)), tmp_path / "split")
+    weights = assemble([train_on_rank(single_process(), plain, tmp_path / "on", find_latest(tmp_path / "split"))])
+    assert _difference(weights, reference[1]) < EXACT
+    train_on_rank(single_process(), replace(plain, train=replace(plain.train, **stops)), tmp_path / "plain")
+    latest = find_latest(tmp_path / "plain")
+    weights = assemble(ranks(ParallelLayout(tp=2), train_on_rank, split, tmp_path / "off", latest))
+    assert _difference(weights, reference[1]) < EXACT
