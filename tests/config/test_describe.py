@@ -50,6 +50,13 @@ def test_flops_say_whether_recomputation_is_counted():
         assert f"with {granularity} recomputation" in text
 
 
+def test_the_architecture_is_told():
+    text = describe_run(from_dict(PRESETS["tinyllama-1.1b"]), 1)
+    assert "32 heads of 64 in 4 query groups, MLP 5632" in text
+    assert "pre-RMSNorm, swiglu, rotary positions, no bias, output layer of its own" in text
+    assert "; pre-LayerNorm, gelu\n" in describe_run(small_run(), 1)
+
+
 def test_an_invalid_run_is_not_described():
     with pytest.raises(UserError, match="--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"):
         describe_run(with_fields(small_run(), parallel__tensor_model_parallel_size=3), 3)

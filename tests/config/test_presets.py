@@ -42,3 +42,27 @@ def test_every_preset_is_valid_where_it_fits(name):
 
 def test_the_papers_models_run_on_the_papers_512_gpus():
     assert broken(from_dict(PRESETS["megatron-8.3b"]), 512, final=True) == []
+
+
+def test_the_llamas_are_llamas():
+    for name in ("llama-tiny", "tinyllama-1.1b", "llama-7b"):
+        model = from_dict(PRESETS[name]).model
+        assert (model.position_embedding_type, model.normalization, model.activation) == ("rope", "RMSNorm", "swiglu")
+        assert model.disable_bias_linear
+        assert model.untie_embeddings_and_output_weights
+        assert (model.hidden_dropout, model.attention_dropout) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "floor", "tokens_per_step", "tokens"),
+    # Touvron et al. 2023, table 2 and section 2.3; Zhang et al. 2024, section 2.2.
+    [("llama-7b", 3e-4, 3e-5, 4 * 2**20, 1.0e12), ("tinyllama-1.1b", 4e-4, 4e-5, 2 * 2**20, 3.0e12)],
+)
+def test_the_recipe_of_the_llamas(name, lr, floor, tokens_per_step, tokens):
+    config = from_dict(PRESETS[name])
+    schedule, optimizer = config.schedule, config.optimizer
+    assert (schedule.lr, schedule.min_lr, schedule.lr_warmup_iters) == (lr, pytest.approx(floor), 2000)
+    assert schedule.lr_decay_style == "cosine-interp"
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay) == (0.9, 0.95, 0.1)
+    assert config.train.global_batch_size * config.data.seq_length == tokens_per_step
+    assert tokens_per_step * config.train.train_iters == pytest.approx(tokens, rel=1e-5)

@@ -44,6 +44,16 @@ def test_what_was_given_is_kept():
     assert resolved.model.vocab_size == 1000
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "ffn_hidden_size"), [(24, 64), (48, 128), (96, 256), (4096, 10944), (1536, 4096)]
+)
+def test_the_mlp_of_swiglu_has_as_many_parameters_in_three_matrices(hidden_size, ffn_hidden_size):
+    """8/3 of the hidden size, up to a multiple of 64."""
+    config = with_fields(small_run(), model__hidden_size=hidden_size, model__activation="swiglu")
+    assert resolve(config, 1).model.ffn_hidden_size == ffn_hidden_size
+    assert 0 <= ffn_hidden_size - 8 * hidden_size / 3 < 64
+
+
 def test_two_byte_pair_files_mean_gpt2():
     config = with_fields(small_run(), data__vocab_file="v", data__merge_file="m")
     assert resolve(config, 1, 1000).data.tokenizer_type == "GPT2BPETokenizer"
