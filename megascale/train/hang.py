@@ -21,7 +21,8 @@ from pathlib import Path
 
 from megascale.config.layout import ParallelLayout
 from megascale.data.loader import Batch
-from megascale.parallel.context import WAIT, Collective, ParallelContext
+from megascale.parallel.collective_log import WAIT, Collective
+from megascale.parallel.context import ParallelContext
 from megascale.train.heartbeat import (
     HEARTBEATS_DIRECTORY,
     Heartbeat,

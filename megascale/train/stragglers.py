@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from megascale.data.loader import Batch
-from megascale.parallel.context import Collective, ParallelContext
+from megascale.parallel.collective_log import Collective
+from megascale.parallel.context import ParallelContext
 from megascale.train.gathering import gather_facts
 from megascale.train.metrics import RunMetrics
 from megascale.train.observers import Observer, TrainingStep

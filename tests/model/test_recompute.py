@@ -15,7 +15,8 @@ import torch
 
 from megascale.config.layout import ParallelLayout
 from megascale.parallel import recompute as recompute_module
-from megascale.parallel.context import Collective, ParallelContext, single_process
+from megascale.parallel.collective_log import Collective
+from megascale.parallel.context import ParallelContext, single_process
 from megascale.parallel.random import RandomStreams, StreamStates
 from tests.full import full_gradients
 from tests.model.tiny import tiny_batch, tiny_gpt

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megascale.config.layout import ParallelLayout
-from megascale.parallel.context import Axis, Collective, ParallelContext, single_process
+from megascale.parallel.collective_log import Collective
+from megascale.parallel.context import Axis, ParallelContext, single_process
 
 
 def _logged(context: ParallelContext) -> list[list[tuple[str, str, int, int]]]:

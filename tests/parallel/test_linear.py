@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megascale.config.layout import ParallelLayout
 from megascale.config.schema import ParallelConfig
 from megascale.parallel.boundary import Boundary, build_boundary
-from megascale.parallel.context import WAIT, Axis, Collective, ParallelContext, Pending
+from megascale.parallel.collective_log import WAIT, Collective
+from megascale.parallel.context import Axis, ParallelContext, Pending
 from megascale.parallel.random import RandomStreams
 from tests.full import difference, gradient_of
 

@@ -20,8 +20,9 @@ from megascale.config.schema import RunConfig
 from megascale.optim import build
 from megascale.parallel import boundary
 from megascale.parallel.boundary import SequenceBoundary
+from megascale.parallel.collective_log import Collective
 from megascale.parallel.collectives import gather_from_ranks
-from megascale.parallel.context import Axis, Collective, ParallelContext, single_process
+from megascale.parallel.context import Axis, ParallelContext, single_process
 from megascale.parallel.sharding import declared_parameters
 from tests.train.test_equivalence import _difference
 from tests.train.training import Pieces, assemble, build_trainer, exact_records, losses, small_config, train_on_rank
