@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
+from megascale.checkpoint import retention as retention_module
 from megascale.checkpoint import save as save_module
 from megascale.checkpoint.boxes import Box
-from megascale.checkpoint.load import find_latest, load_tensors, verify
+from megascale.checkpoint.load import find_latest, list_checkpoints, load_tensors, verify
 from megascale.checkpoint.tensors import TensorSlice
 
 # Every call through which a save changes the disk; the bytes of a file count as one change, at its fsync.
@@ -45,18 +46,25 @@ def save_value(directory: Path, step: int, value: int) -> None:
 def observe(directory: Path) -> dict[str, Any]:
     """What a reader gets: the name and value of the newest checkpoint, proven whole, or the error."""
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    damaged = [entry.step for entry in list_checkpoints(directory) if entry.problem is not None]
     try:
         path = find_latest(directory)
         if path is None:
-            return {"names": names, "latest": None}
+            return {"names": names, "latest": None, "damaged": damaged}
         value = verify(path).state["value"]
         for box in (Box((0, 0), (4, 3)), Box((1, 1), (2, 2))):
             wanted = TensorSlice("weight", (4, 3), box.offset, torch.zeros(box.shape))
             load_tensors(path, [wanted])
             assert (wanted.data == value).all(), f"{path} holds {wanted.data.tolist()}, its state says {value}"
     except Exception as error:
-        return {"names": names, "error": f"{type(error).__name__}: {error}"}
-    return {"names": names, "latest": path.name, "value": value}
+        return {"names": names, "error": f"{type(error).__name__}: {error}", "damaged": damaged}
+    return {"names": names, "latest": path.name, "value": value, "damaged": damaged}
+
+
+def save_and_remove(directory: Path) -> None:
+    """Save step 3, then keep the newest only, as rank 0 of a run does."""
+    save_value(directory, 3, 3)
+    retention_module.remove_surplus(directory, retention_module.Retention(keep_last=1), 3)
 
 
 def in_process(act: Callable[[], None]) -> int:
@@ -115,6 +123,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     "first": lambda directory: save_value(directory, 1, 1),
     "next": lambda directory: save_value(directory, 2, 2),
     "again": lambda directory: save_value(directory, 1, 2),
+    "retain": save_and_remove,
 }
 
 
@@ -124,6 +133,8 @@ def points(directory: Path, scenario: str, with_recovery: bool) -> None:
     prepared.mkdir(parents=True)
     if scenario != "first":
         save_value(prepared, 1, 1)
+    if scenario == "retain":
+        save_value(prepared, 2, 2)
     seen: set[tuple[str, ...]] = set()
     for point in kill_at_every_point(prepared, work, SCENARIOS[scenario]):
         sight = observe(work)
@@ -179,12 +190,16 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("what")
     parser.add_argument("--lose-name", action="store_true", help="planted bug: set aside under a name nobody looks for")
+    parser.add_argument("--only", action="store_true", help="do not kill the save that comes after a killed one")
+    parser.add_argument("--remove-in-place", action="store_true", help="planted bug: delete without renaming first")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.lose_name:
         save_module.replaced_path = lambda root, step: root / ".trash"
+    if given.remove_in_place:
+        retention_module.take_away = lambda path, to: shutil.rmtree(path) is None
     if given.mode == "points":
-        points(given.directory, given.what, with_recovery=not given.lose_name)
+        points(given.directory, given.what, with_recovery=not (given.lose_name or given.only))
     else:
         loop(given.directory, float(given.what))
 
