@@ -14,6 +14,7 @@ from megascale.config.resolution import resolve
 from megascale.config.schema import (
     CheckpointConfig,
     DataConfig,
+    FaultConfig,
     LoggingConfig,
     ModelConfig,
     ParallelConfig,
@@ -85,6 +86,7 @@ def small_config(**changes: dict[str, Any]) -> RunConfig:
             eval_iters=1,
         ),
         "checkpoint": CheckpointConfig(),
+        "faults": FaultConfig(),
         "logging": LoggingConfig(log_interval=1, tensorboard=False, progress_bar=False),
     }
     for name, values in changes.items():
