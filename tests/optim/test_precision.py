@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from megascale.config.derive import derive
 from megascale.config.layout import ParallelLayout
 from megascale.config.loss_scale import fill_loss_scale
 from megascale.config.schema import TrainConfig
 from megascale.optim.build import ModelOptimizer, NonFiniteGradients, StepResult
-from megascale.optim.precision import LossScaler
+from megascale.optim.precision import LossScaler, NumericTypes
 from megascale.parallel.context import ParallelContext, single_process
 from megascale.parallel.sharding import initialise
 from tests.full import gradient_of
@@ -159,7 +160,8 @@ class _MegatronScaler:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "Megatron-LM": {},
-    "Ott et al.": {"initial_loss_scale": 128.0, "loss_scale_window": 2000, "hysteresis": 1},
+    "Ott et al.": {"loss_scale_preset": "fairseq"},
+    "Transformer-XL": {"loss_scale_preset": "transformer-xl"},
     "small": {"initial_loss_scale": 2.0**4, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 0.5},
 }
 
@@ -213,6 +215,39 @@ def test_a_constant_scale_is_constant() -> None:
         assert scaler.scale == scale
 
 
+def test_the_presets_constants() -> None:
+    """Megatron-LM's, those of fairseq 0.5 (trainer), and those of Transformer-XL's training script."""
+    names = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+
+    def constants(**options: Any) -> list[Any]:
+        filled = fill_loss_scale(TrainConfig(fp16=True, **options))
+        return [getattr(filled, name) for name in names]
+
+    assert constants() == constants(loss_scale_preset="megatron") == [2.0**32, 1000, 2, 1.0]
+    assert constants(loss_scale_preset="fairseq") == [128.0, 2000, 1, 1e-4]
+    assert constants(loss_scale_preset="transformer-xl") == [65536.0, 1000, 1, 1.0]
+    assert constants(loss_scale_preset="fairseq", hysteresis=3) == [128.0, 2000, 3, 1e-4], "a flag beats the preset"
+    assert fill_loss_scale(TrainConfig()) == TrainConfig(), "a run without a loss scale has none of its constants"
+
+
+def _clean_updates_until_growth(preset: str) -> int:
+    scaler = LossScaler(fill_loss_scale(TrainConfig(fp16=True, loss_scale_preset=preset)))
+    start, count = scaler.scale, 0
+    while scaler.scale == start:
+        scaler.update(overflow=False)
+        count += 1
+    assert scaler.scale == 2 * start
+    return count
+
+
+def test_the_scale_grows_after_the_presets_window() -> None:
+    assert {p: _clean_updates_until_growth(p) for p in ("megatron", "fairseq", "transformer-xl")} == {
+        "megatron": 1000,
+        "fairseq": 2000,
+        "transformer-xl": 1000,
+    }
+
+
 def test_the_scalers_state_is_all_there_is() -> None:
     train = fill_loss_scale(TrainConfig(fp16=True, initial_loss_scale=16.0, loss_scale_window=4, hysteresis=2))
     through, resumed = LossScaler(train), LossScaler(train)
@@ -224,3 +259,97 @@ def test_the_scalers_state_is_all_there_is() -> None:
         through.update(update == "x")
         resumed.update(update == "x")
         assert through.state() == resumed.state()
+
+
+def _sum_of_equal_gradients(precision: str, wide: bool, num_micro_batches: int) -> float:
+    """Add up gradients of 1 in each element of one weight, by backward passes."""
+    model, optimizer = _optimizer(
+        single_process(), **{precision: True}, loss_scale=1.0 if precision == "fp16" else None,
+        accumulate_allreduce_grads_in_fp32=wide,
+    )  # fmt: skip
+    optimizer.zero_gradients()
+    for _ in range(num_micro_batches):
+        model.get_parameter("norm").sum().backward()
+    views = {d.name: view for d, view in zip(optimizer.gradients.declared, optimizer.gradients.views, strict=True)}
+    return views["norm"][0].item()
+
+
+def test_float32_sums_count_what_half_sums_lose() -> None:
+    """bfloat16 has 8 significant bits: 256 + 1 is 256. float16 has 11."""
+    assert _sum_of_equal_gradients("bf16", wide=False, num_micro_batches=512) == 256.0
+    assert _sum_of_equal_gradients("bf16", wide=True, num_micro_batches=512) == 512.0
+    assert _sum_of_equal_gradients("fp16", wide=False, num_micro_batches=2100) == 2048.0
+    assert _sum_of_equal_gradients("fp16", wide=True, num_micro_batches=2100) == 2100.0
+
+
+def test_float32_sums_are_the_default_of_bfloat16_only() -> None:
+    def types(**flags: Any) -> tuple[torch.dtype, torch.dtype]:
+        config = derive(toy_config(**flags), world_size=1)
+        found = NumericTypes.of(config.train, torch.float32)
+        return found.gradients, found.reduction
+
+    assert types() == (torch.float32, torch.float32)
+    assert types(bf16=True) == (torch.float32, torch.float32)
+    assert types(fp16=True) == (torch.float16, torch.float16), "Ott et al. 2018: the all-reduce is in fp16"
+    assert types(bf16=True, accumulate_allreduce_grads_in_fp32=False) == (torch.bfloat16, torch.bfloat16)
+    assert types(bf16=True, grad_reduce_dtype="half") == (torch.float32, torch.bfloat16)
+    assert types(fp16=True, grad_reduce_dtype="float32") == (torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_a_model_with_float32_sums_trains_as_in_float32(precision: str) -> None:
+    """Eight micro-batches per update: nearer to float32 than sums in half precision are."""
+    errors = {}
+    for wide in (False, True):
+        totals = {}
+        for name in ("fp32", precision):
+            model = tiny_gpt(single_process(), torch.float32)
+            flags = {} if name == "fp32" else {precision: True, "accumulate_allreduce_grads_in_fp32": wide}
+            flags |= {"loss_scale": 1.0} if name == "fp16" else {}
+            context = single_process()
+            optimizer = ModelOptimizer(model, toy_config(**flags), context.tp, context.dp)
+            for seed in range(8):
+                model(*tiny_batch(seed=seed)).backward()
+            assert wide is False or name == "fp32" or all(p.grad is None for p in model.parameters())
+            totals[name] = torch.cat([view.flatten().float() for view in optimizer.gradients.views])
+        errors[wide] = ((totals[precision] - totals["fp32"]).norm() / totals["fp32"].norm()).item()
+    assert errors[True] < errors[False] < 0.1
+
+
+def test_pure_float16_loses_updates_that_masters_keep() -> None:
+    """Shoeybi et al.'s recipe ends at a learning rate of 1e-5: below 1, float16 has steps of 4.9e-4."""
+    weights = {}
+    for pure in (False, True):
+        model, optimizer = _optimizer(single_process(), fp16=True, fp16_pure=pure, loss_scale=1.0, lr=1e-5)
+        for _ in range(1000):
+            gradient_of(model.get_parameter("norm")).fill_(1.0)
+            optimizer.step(1.0)
+        weights[pure] = model.get_parameter("norm").tolist()
+        kept = {tensor.dtype for _, tensor, _ in optimizer.tensors()}
+        assert kept == {torch.float16 if pure else torch.float32}, "weights and moments"
+    assert weights[True] == [1.0] * 5
+    assert weights[False] == pytest.approx([0.99] * 5, abs=5e-4)
+
+
+def test_pure_float16_learns_at_first() -> None:
+    """It is an optimizer all the same: at a large learning rate the loss falls."""
+    context = single_process()
+    model = tiny_gpt(context, torch.float32)
+    optimizer = ModelOptimizer(
+        model, toy_config(fp16=True, fp16_pure=True, loss_scale=128.0, lr=1e-2, adam_eps=1e-4), context.tp, context.dp
+    )
+    batch, losses = tiny_batch(), []
+    for _ in range(20):
+        optimizer.zero_gradients()
+        loss = model(*batch, gradient_scale=128.0 / 32)
+        (loss * (128.0 / 32)).backward()
+        optimizer.step(32 / batch[2].sum().item())
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_what_is_done_is_told() -> None:
+    _, optimizer = _optimizer(single_process(), bf16=True, accumulate_allreduce_grads_in_fp32=True)
+    assert optimizer.describe() == (
+        "torch's fused AdamW on float32 weights; gradients added up in float32, sent in float32"
+    )
