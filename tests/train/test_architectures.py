@@ -105,6 +105,17 @@ def test_every_layout_equals_one_process(ranks, reference, tmp_path, layout) -> 
     assert _difference(weights, reference_weights) < EXACT
 
 
+def test_shared_optimizer_state_equals_one_process(ranks, reference, tmp_path) -> None:
+    """ZeRO-1: a rank's share of the flat state starts and ends inside parameters of three dims as well."""
+    name, reference_losses, reference_weights = reference
+    config = _config(name, tp=2, dp=2)
+    shared = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_cap_mb": 0.01}
+    config = replace(config, parallel=replace(config.parallel, **shared))
+    weights = assemble(ranks(ParallelLayout(tp=2, dp=2), train_on_rank, config, tmp_path))
+    assert losses(tmp_path) == pytest.approx(reference_losses, rel=EXACT)
+    assert _difference(weights, reference_weights) < EXACT
+
+
 def _queries_first(attention: GroupedQueryAttention, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cut what a rank holds into all queries, all keys, all values: another model at each tp."""
     s, b, _ = qkv.shape
