@@ -138,8 +138,8 @@ class ModelOptimizer:
             NonFiniteGradients: Not float16 with a dynamic scale, or that scale is at its minimum.
         """
         sum_partial_gradients(self.gradients, self._tp)
-        sum_shared_gradients(self.gradients)
         self._reducer.finish()
+        sum_shared_gradients(self.gradients, self._shard)
         factor = normaliser / self.scaler.scale
         norm = self._norm(self.gradients.flat) * factor
         lr = learning_rate(self._config.schedule, self.num_updates + 1)

@@ -69,32 +69,42 @@ class FlatLayout:
         declared: The parameters in the order of the buffer; `offsets` says where each starts.
         size: Elements of a buffer.
         shared, partial: The stretches of the parameters that other pipeline stages hold, and of the partial gradients.
+            Nothing else lies in the granules and buckets of the shared stretch, so that it is cut alike on each stage.
     """
 
     def __init__(self, declared: Sequence[DeclaredParameter], num_shards: int = 1) -> None:
         backwards = list(reversed(declared))
-        self.declared = sorted(backwards, key=lambda d: (d.spec.gradient_is_partial, d.copies is not None))
-        self.offsets: list[int] = []
+        shared = [d for d in backwards if d.copies is not None]
+        partial = [d for d in backwards if d.spec.gradient_is_partial]
+        plain = [d for d in backwards if d.copies is None and not d.spec.gradient_is_partial]
+        self.declared = [*plain, *shared, *partial]
+        assert len(self.declared) == len(declared), "partial gradients of shared parameters are not summed"
         self.granule = ROW * num_shards
-        end, plain_end, shared_end = 0, 0, 0
-        for d in self.declared:
-            assert not (d.spec.gradient_is_partial and d.copies), (
-                f"{d.name}: partial gradients of copies are not summed"
-            )
-            self.offsets.append(end)
-            end += -(-d.parameter.numel() // ROW) * ROW
-            if not d.spec.gradient_is_partial:
-                shared_end = end
-                plain_end = end if d.copies is None else plain_end
-        self.shared, self.partial = slice(plain_end, shared_end), slice(shared_end, end)
-        self.size = -(-end // self.granule) * self.granule
+        self.offsets: list[int] = []
+        end = self._place(plain, 0)
+        shared_start = self._whole_granules(end) if shared else end
+        end = self._place(shared, shared_start)
+        partial_start = self._whole_granules(end) if shared else end
+        end = self._place(partial, partial_start)
+        self.size = self._whole_granules(end)
+        self.shared = slice(shared_start, partial_start) if shared else slice(self.size, self.size)
+        self.partial = slice(partial_start, end)
         self.device = self.declared[0].parameter.device
 
     @property
     def late_start(self) -> int:
         """Where the gradients begin that are not final as a backward pass leaves them; the size if all are."""
-        has_late = self.shared.start < self.partial.stop
-        return self.shared.start if has_late else self.size
+        return self.partial.start if self.partial.start < self.partial.stop else self.size
+
+    def _place(self, parameters: Sequence[DeclaredParameter], start: int) -> int:
+        """Give parameters their places one after the other from `start` on; return where the last one's rows end."""
+        for d in parameters:
+            self.offsets.append(start)
+            start += -(-d.parameter.numel() // ROW) * ROW
+        return start
+
+    def _whole_granules(self, end: int) -> int:
+        return -(-end // self.granule) * self.granule
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a new buffer."""
@@ -108,9 +118,13 @@ class FlatLayout:
         ]
 
     def cut(self, largest: int) -> list[slice]:
-        """Cut a buffer into stretches of at most `largest` elements (at least one granule), all but the last equal."""
+        """Cut a buffer into stretches of at most `largest` elements (at least one granule).
+
+        All are equal but the last, and the last before and in the shared stretch.
+        """
         step = max(1, largest // self.granule) * self.granule
-        return [slice(start, min(start + step, self.size)) for start in range(0, self.size, step)]
+        regions = ((0, self.shared.start), (self.shared.start, self.shared.stop), (self.shared.stop, self.size))
+        return [slice(start, min(start + step, last)) for first, last in regions for start in range(first, last, step)]
 
     def inside(self, stretch: slice) -> list[int]:
         """Return the indices of the parameters that have elements in a stretch."""

@@ -72,13 +72,18 @@ def sum_partial_gradients(gradients: GradientBuffer, tp: Axis) -> None:
         tp.all_reduce_(gradients.flat[stretch])
 
 
-def sum_shared_gradients(gradients: GradientBuffer) -> None:
-    """Add up the gradients of what several pipeline stages hold, on each of them: one message per update."""
-    stretch = gradients.layout.shared
-    axes = {d.copies for d in gradients.declared if d.copies is not None}
-    if stretch.start < stretch.stop:
-        (copies,) = axes
-        copies.all_reduce_(gradients.flat[stretch])
+def sum_shared_gradients(gradients: GradientBuffer, shard: Shard) -> None:
+    """Add up the gradients of what several pipeline stages hold, on each of them, as far as the rank updates them.
+
+    After the data-parallel sum, whose order of additions depends on where in the buffer a gradient lies, and that is
+    not the same on two stages: this sum of two has one order only, and copies stay equal bit for bit.
+    """
+    shared = gradients.layout.shared
+    for stretch in shard.stretches:
+        start, stop = max(stretch.start, shared.start), min(stretch.stop, shared.stop)
+        if start < stop:
+            (copies,) = {d.copies for d in gradients.declared if d.copies is not None}
+            copies.all_reduce_(gradients.flat[start:stop])
 
 
 class GradientNorm:

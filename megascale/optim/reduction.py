@@ -107,7 +107,7 @@ class GradientReducer:
 class OverlappedReducer(GradientReducer):
     """Sends each bucket while the last backward pass of the update runs, as soon as all its gradients are final.
 
-    Buckets with gradients that take another sum first (partial ones, and those of copies) wait for `finish`.
+    Buckets with gradients that take another sum first (partial ones) wait for `finish`.
     """
 
     def __init__(self, gradients: GradientBuffer, buckets: Sequence[slice], bucket_sum: BucketSum) -> None:
