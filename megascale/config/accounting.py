@@ -51,27 +51,34 @@ def num_parameters(config: RunConfig) -> int:
     return num_parameters_per_rank(config, tp=1)
 
 
-def num_parameters_per_rank(config: RunConfig, tp: int | None = None) -> int:
-    """Return the parameters that one rank holds when `tp` ranks (None: as configured) share the model.
+def num_parameters_per_rank(config: RunConfig, tp: int | None = None, pp_rank: int | None = None) -> int:
+    """Return the parameters that one rank holds when `tp` ranks (None: as configured) share each layer.
 
     Split over the ranks are the matrices of attention and MLP, the biases of the column-parallel ones, the word
     embedding and the output layer; every rank has all of the norms, the other biases and the position embedding.
+
+    pp_rank: the pipeline rank whose layers are counted, None for all layers. The first holds the embeddings, the last
+    the final norm and the output layer, which is a copy of the word embedding if it has no weight of its own.
     """
     model = config.model
+    pp = 1 if pp_rank is None else config.parallel.pipeline_model_parallel_size
+    is_first, is_last = pp_rank in (None, 0), pp_rank in (None, pp - 1)
+    num_layers = model.num_layers // pp
     tp = config.parallel.tensor_model_parallel_size if tp is None else tp
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     has_bias = not model.disable_bias_linear
     vocabulary = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by)
     column_parallel_features = num_query_key_value_features(model) + (_num_mlp_matrices(model) - 1) * ffn
+    has_own_head = model.untie_embeddings_and_output_weights
+    tables = is_first + (is_last and (has_own_head or not is_first))
     split_per_layer = hidden * column_parallel_features + (hidden + ffn) * hidden + has_bias * column_parallel_features
-    tables = 2 if model.untie_embeddings_and_output_weights else 1
-    split = model.num_layers * split_per_layer + tables * vocabulary * hidden
+    split = num_layers * split_per_layer + tables * vocabulary * hidden
     assert split % tp == 0, f"{split} split parameters over {tp} ranks: the constraints should have refused this"
     norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
-    replicated = model.num_layers * (2 * norm + has_bias * 2 * hidden)
-    if model.position_embedding_type == "learned_absolute":
+    replicated = num_layers * (2 * norm + has_bias * 2 * hidden)
+    if is_first and model.position_embedding_type == "learned_absolute":
         replicated += model.max_position_embeddings * hidden
-    if model.norm_position == "pre":
+    if is_last and model.norm_position == "pre":
         replicated += norm
     return split // tp + replicated
 

@@ -56,8 +56,15 @@ def _model(config: RunConfig) -> str:
 
 
 def _parameters(config: RunConfig, layout: ParallelLayout) -> str:
-    total, per_rank = num_parameters(config), num_parameters_per_rank(config)
-    return f"{total:,} in total ({_scaled(total)}), {per_rank:,} per rank ({_scaled(per_rank)}) at tp={layout.tp}"
+    total = num_parameters(config)
+    if layout.pp == 1:
+        per_rank = num_parameters_per_rank(config)
+        return f"{total:,} in total ({_scaled(total)}), {per_rank:,} per rank ({_scaled(per_rank)}) at tp={layout.tp}"
+    most = max(num_parameters_per_rank(config, pp_rank=pp_rank) for pp_rank in (0, 1, layout.pp - 1))
+    return (
+        f"{total:,} in total ({_scaled(total)}), at most {most:,} per rank ({_scaled(most)}) at tp={layout.tp}, "
+        f"pp={layout.pp}"
+    )
 
 
 def _layout(layout: ParallelLayout) -> str:

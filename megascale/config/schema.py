@@ -90,7 +90,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "stages of consecutive layers that one copy of the model is cut into")
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
-        "layers a micro-batch passes before it goes to the next rank; fewer than a rank holds: the interleaved schedule",
+        "layers a micro-batch passes before it goes to the next rank; fewer than a rank holds interleave the schedule",
         derived="all layers of the rank",
     )
     sequence_parallel: bool = option(

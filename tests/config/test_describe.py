@@ -38,6 +38,8 @@ def test_a_pipeline():
     assert "8 ranks = 2 data-parallel replicas of 4 pipeline stages of 1 tensor-parallel rank\n" in text
     assert "4 stages of 6 layers (one run of layers per rank); idle 75% of the time" in text
     assert "pp 3 dp 1     7" in text
+    # Per layer 12 h^2 + 13 h; the first stage has both embeddings.
+    assert f"at most {6 * (12 * 48**2 + 13 * 48) + (1024 + 1024) * 48:,} per rank" in text
     text = describe_run(
         with_fields(small_run(), **changes, parallel__num_layers_per_virtual_pipeline_stage=2), world_size=8
     )

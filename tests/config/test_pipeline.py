@@ -2,6 +2,7 @@
 
 import pytest
 
+from megascale.config.accounting import num_parameters, num_parameters_per_rank
 from megascale.config.pipeline import (
     Pass,
     Task,
@@ -11,6 +12,7 @@ from megascale.config.pipeline import (
     schedule,
     stages_of_rank,
 )
+from megascale.config.resolution import resolve
 from tests.config.examples import small_run, with_fields
 
 # (pp, chunks, micro-batches)
@@ -41,9 +43,9 @@ class Deadlock(AssertionError):
 def simulate(orders, pp, chunks, room=None):
     """Run each rank's tasks in order; return (end of the step, most micro-batches x chunks kept on each rank).
 
-    A task waits for the message it reads, and its rank then waits until at most `room` of the messages that it sent over
-    one link (to one rank in one direction) are unread; None: sends never wait. With room 0 a message is read when the
-    reader has come to its task and waits for none of its own messages.
+    A task waits for the message it reads, and its rank then waits until at most `room` of the messages that it sent
+    over one link (to one rank in one direction) are unread; None: sends never wait. With room 0 a message is read when
+    the reader has come to its task and waits for none of its own messages.
     """
     num_stages = pp * chunks
     done: dict[tuple[Pass, int, int], float] = {}
@@ -232,3 +234,12 @@ def test_chunks_of_a_configuration():
     assert num_chunks(config) == 1
     for depth, expected in ((6, 1), (3, 2), (1, 6)):
         assert num_chunks(with_fields(config, parallel__num_layers_per_virtual_pipeline_stage=depth)) == expected
+
+
+def test_the_parameters_of_all_stages_make_the_model_and_a_copy_of_the_embedding():
+    config = with_fields(small_run(), model__num_layers=12, parallel__pipeline_model_parallel_size=4)
+    config = resolve(config, world_size=4)
+    on_stages = sum(num_parameters_per_rank(config, pp_rank=rank) for rank in range(4))
+    assert on_stages - num_parameters(config) == 1024 * 48
+    untied = with_fields(config, model__untie_embeddings_and_output_weights=True)
+    assert sum(num_parameters_per_rank(untied, pp_rank=rank) for rank in range(4)) == num_parameters(untied)
