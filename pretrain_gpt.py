@@ -108,6 +108,7 @@ def pretrain(parsed: ParsedRun, environment: LaunchEnvironment) -> int:
             RunMetrics(directory, state.step, train.train_iters, context.speaks, config.logging)
         )
         metrics.say(announce(run, context, state))
+        metrics.say(optimizer.describe())
         saving = stack.enter_context(build_saving(directory, optimizer, config, context))
         observers = observing(config, directory, context, model, optimizer, metrics, state.step)
         trainer = Trainer(

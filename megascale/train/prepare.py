@@ -121,7 +121,7 @@ def require_same_model(config: RunConfig, manifest: Manifest, start: Path | None
         UserError: naming each flag that differs with both values.
     """
     keys = [("model", o.name) for o in options() if o.section == "model" and o.name not in _FREE_MODEL_FIELDS]
-    keys.append(("train", "params_dtype"))
+    keys += [("train", "params_dtype"), ("train", "fp16_pure")]  # the types of the weights in a checkpoint
     differing = [line for key, line in _differences(manifest, config) if key in keys]
     if differing:
         raise UserError(

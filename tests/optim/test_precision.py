@@ -321,14 +321,14 @@ def test_pure_float16_loses_updates_that_masters_keep() -> None:
     weights = {}
     for pure in (False, True):
         model, optimizer = _optimizer(single_process(), fp16=True, fp16_pure=pure, loss_scale=1.0, lr=1e-5)
-        for _ in range(1000):
+        for _ in range(200):
             gradient_of(model.get_parameter("norm")).fill_(1.0)
             optimizer.step(1.0)
         weights[pure] = model.get_parameter("norm").tolist()
         kept = {tensor.dtype for _, tensor, _ in optimizer.tensors()}
         assert kept == {torch.float16 if pure else torch.float32}, "weights and moments"
     assert weights[True] == [1.0] * 5
-    assert weights[False] == pytest.approx([0.99] * 5, abs=5e-4)
+    assert weights[False] == pytest.approx([0.998] * 5, abs=5e-4)
 
 
 def test_pure_float16_learns_at_first() -> None:
