@@ -110,8 +110,27 @@ def test_a_pipeline_equals_one_process(ranks, reference, tmp_path, layout, chang
             {"position_embedding_type": "rope", "normalization": "RMSNorm", "norm_position": "post"},
             {"label_smoothing": 0.1},
         ),
+        (
+            ParallelLayout(pp=2, dp=2),
+            {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+            | {"bucket_cap_mb": 0.02},
+            {},
+            {},
+        ),
+        (
+            ParallelLayout(pp=2, dp=2),
+            INTERLEAVED["parallel"] | {"overlap_grad_reduce": True, "bucket_cap_mb": 0.02},
+            {},
+            {},
+        ),
     ],
-    ids=["sequence parallel, full recomputation", "own head, selective recomputation", "other parts, interleaved"],
+    ids=[
+        "sequence parallel, full recomputation",
+        "own head, selective recomputation",
+        "other parts, interleaved",
+        "shared optimizer, overlap",
+        "interleaved, overlap",
+    ],
 )
 def test_a_pipeline_with_other_options(ranks, tmp_path, layout, parallel, model, train) -> None:
     expected = _on_one_process(tmp_path / "one", accumulation=1, model=model, train={"label_smoothing": 0.0, **train})
