@@ -2,7 +2,7 @@
 
 Each combination trains a small model for several steps on real gloo processes; losses, weights and both Adam moments
 (the running sums of gradients) must equal those of one process with no option at all, to 1e-10. The suite runs
-combinations that together contain every pair of values; `-m slow` runs the full product on up to 8 ranks and writes
+combinations that together contain every triple of values; `-m slow` runs the full product on up to 8 ranks and writes
 `docs/matrix.json`.
 """
 
@@ -12,15 +12,29 @@ import itertools
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megascale.config.layout import ParallelLayout
-from megascale.parallel.context import single_process
-from tests.train.training import assemble, losses, small_config, train_on_rank
+from megascale.config.schema import RunConfig
+from megascale.model.grouped_query import GroupedQueryAttention
+from megascale.optim import build
+from megascale.parallel import recompute
+from megascale.parallel.context import ParallelContext, single_process
+from megascale.train.micro_batches import MicroBatchRunner
+from tests.train.test_architectures import _queries_first
+from tests.train.test_data_parallel import _buckets_leave_with_the_first_micro_batch, _nothing_is_gathered
+from tests.train.test_equivalence import (
+    _with_a_mean_of_means,
+    _without_data_parallel_reduction,
+    _without_the_all_reduce_of_f,
+)
+from tests.train.test_pipeline import _with_gradients_of_the_wrong_token, _with_the_first_layers_on_every_stage
+from tests.train.training import Pieces, assemble, losses, small_config, train_on_rank
 
 TOLERANCE = 1e-10
 STEPS = 4
@@ -76,6 +90,7 @@ class Combination:
         return "-".join([sizes, self.model, self.mask, self.recompute, *flags])
 
 
+PLAIN = Combination(1, 1, 1, False, False, False, "none", 1, "gpt2-tied", "dense", False)
 VALUES = {
     "tp": (1, 2, 4),
     "pp": (1, 2),
@@ -97,17 +112,18 @@ def product(max_ranks: int) -> list[Combination]:
     return [cell for cell in cells if cell.is_valid and cell.world_size <= max_ranks]
 
 
-def pairs(cell: Combination) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    return set(itertools.combinations(asdict(cell).items(), 2))
+def triples(cell: Combination) -> set[tuple[tuple[str, object], ...]]:
+    return set(itertools.combinations(asdict(cell).items(), 3))
 
 
-def pairwise(cells: list[Combination]) -> list[Combination]:
-    """A few of the cells that together contain every pair of values that any of them contains, chosen greedily."""
-    left = set().union(*map(pairs, cells))
+def threewise(cells: list[Combination]) -> list[Combination]:
+    """A few of the cells that together contain every triple of values that any of them contains, chosen greedily."""
+    triples_of = {cell: triples(cell) for cell in cells}
+    left = set().union(*triples_of.values())
     chosen = []
     while left:
-        best = max(cells, key=lambda cell: (len(pairs(cell) & left), -cell.world_size))
-        left -= pairs(best)
+        best = max(cells, key=lambda cell: (len(triples_of[cell] & left), -cell.world_size))
+        left -= triples_of[best]
         chosen.append(best)
     return chosen
 
@@ -138,7 +154,7 @@ def config_of(cell: Combination):
 
 def reference(model: str, mask: str, run: Path) -> tuple[list[float], dict[str, np.ndarray]]:
     """The same training by one process, all options off."""
-    cell = Combination(1, 1, 1, False, False, False, "none", 1, model, mask, False)
+    cell = replace(PLAIN, model=model, mask=mask)
     return _losses_and_weights([train_on_rank(single_process(), config_of(cell), run)], run)
 
 
@@ -169,18 +185,82 @@ def run_cell(ranks, cell: Combination, run: Path):
     return _losses_and_weights(ranks(layout, train_on_rank, config_of(cell), run), run)
 
 
-SUITE = pairwise(product(max_ranks=4))
+SUITE = threewise(product(max_ranks=4))
 
 
-def test_the_suite_contains_every_pair_that_is_possible() -> None:
-    covered = set().union(*map(pairs, SUITE))
-    assert covered == set().union(*map(pairs, product(max_ranks=4)))
-    assert len(SUITE) < 40
+def test_the_suite_contains_every_triple_that_is_possible() -> None:
+    assert set().union(*map(triples, SUITE)) == set().union(*map(triples, product(max_ranks=4)))
+    assert len(SUITE) < 60
 
 
 @pytest.mark.parametrize("cell", SUITE, ids=str)
-def test_pairs_of_options_equal_one_process(ranks, references, tmp_path, cell: Combination) -> None:
+def test_options_together_equal_one_process(ranks, references, tmp_path, cell: Combination) -> None:
     assert difference(run_cell(ranks, cell, tmp_path), references[cell.model, cell.mask]) < TOLERANCE
+
+
+def _only_the_last_micro_batch(context: ParallelContext, config: RunConfig, run: Path) -> Pieces:
+    original = MicroBatchRunner.run
+
+    def run_last(runner: MicroBatchRunner, micro_batches, *arguments, **named):
+        return original(runner, micro_batches[-1:], *arguments, **named)
+
+    with mock.patch.object(MicroBatchRunner, "run", run_last):
+        return train_on_rank(context, config, run)
+
+
+def _recomputed_without_a_gradient(context: ParallelContext, config: RunConfig, run: Path) -> Pieces:
+    def forget(function, x, **settings):
+        return x + (function(x) - x).detach()
+
+    with mock.patch.object(recompute, "checkpoint", forget):
+        return train_on_rank(context, config, run)
+
+
+def _partial_gradients_stay_partial(context: ParallelContext, config: RunConfig, run: Path) -> Pieces:
+    with mock.patch.object(build, "sum_partial_gradients"):
+        return train_on_rank(context, config, run)
+
+
+def _query_groups_cut_across_ranks(context: ParallelContext, config: RunConfig, run: Path) -> Pieces:
+    with mock.patch.object(GroupedQueryAttention, "heads", _queries_first):
+        return train_on_rank(context, config, run)
+
+
+# For each option a bug that it could have, and the changes to the plain cell that show it.
+PLANTED = {
+    "tp": (_without_the_all_reduce_of_f, {"tp": 2}),
+    "pp": (_with_gradients_of_the_wrong_token, {"pp": 2, "accumulation": 4}),
+    "dp": (_without_data_parallel_reduction, {"dp": 2}),
+    "sequence_parallel": (_partial_gradients_stay_partial, {"tp": 2, "sequence_parallel": True}),
+    "distributed_optimizer": (_nothing_is_gathered, {"dp": 2, "distributed_optimizer": True}),
+    "overlap": (_buckets_leave_with_the_first_micro_batch, {"dp": 2, "overlap": True, "accumulation": 4}),
+    "recompute": (_recomputed_without_a_gradient, {"recompute": "full"}),
+    "accumulation": (_only_the_last_micro_batch, {"accumulation": 4}),
+    "model": (_query_groups_cut_across_ranks, {"tp": 2, "model": "llama"}),
+    "mask": (_with_a_mean_of_means, {"dp": 2, "mask": "ragged"}),
+    "interleaved": (_with_the_first_layers_on_every_stage, {"pp": 2, "accumulation": 4, "interleaved": True}),
+}
+
+
+@pytest.mark.parametrize("option", VALUES)
+def test_a_bug_planted_in_any_option_is_seen(ranks, references, tmp_path, option: str) -> None:
+    planted, changes = PLANTED[option]
+    cell = replace(PLAIN, **changes)
+    layout = ParallelLayout(tp=cell.tp, pp=cell.pp, dp=cell.dp)
+    pieces = ranks(layout, planted, config_of(cell), tmp_path)
+    expected = references[cell.model, cell.mask]
+    # Replicas that part from each other cannot be put together, so each rank's pieces are compared by themselves.
+    found = max(
+        float(
+            np.abs(
+                values - expected[1][name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))]
+            ).max()
+        )
+        for rank in pieces
+        for name, _, offset, values in rank
+        if values.size
+    )
+    assert found > 1e4 * TOLERANCE
 
 
 @pytest.mark.slow
