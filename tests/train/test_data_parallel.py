@@ -8,6 +8,7 @@ and checkpoints across all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,41 @@ def test_pipeline_stages_and_their_shared_embedding(ranks, reference, tmp_path, 
     config = _config({**KINDS[kind], "pipeline_model_parallel_size": 2}, 4)
     weights = assemble(ranks(ParallelLayout(pp=2, dp=2), train_on_rank, config, tmp_path))
     assert _difference(weights, reference[1]) < EXACT
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputation_gives_each_gradient_once(ranks, reference, tmp_path, granularity) -> None:
+    """What is run again in the backward pass reads gathered weights and sends no bucket early."""
+    config = _config(EVERYTHING, 4, recompute_granularity=granularity)
+    weights = assemble(ranks(ParallelLayout(dp=2), train_on_rank, config, tmp_path))
+    assert _difference(weights, reference[1]) < EXACT
+
+
+def _trained_on_llama(context: ParallelContext, parallel: dict[str, Any], run: Path) -> Pieces:
+    model = {
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "activation": "swiglu",
+        "untie_embeddings_and_output_weights": True,
+        "disable_bias_linear": True,
+        "ffn_hidden_size": 64,
+    }
+    config = small_config(
+        model=model,
+        parallel=parallel,
+        train={"micro_batch_size": 4 if context.dp.size == 2 else 8, "train_iters": STEPS},
+        schedule={"lr_decay_iters": STEPS},
+    )
+    patch = mock.patch.object(Axis, "start_all_gather", _late_gather(Axis.start_all_gather))
+    with patch if parallel else nullcontext():
+        return train_on_rank(context, config, run)
+
+
+def test_a_head_of_its_own_is_waited_for(ranks, tmp_path) -> None:
+    """Its weight is used by the model, not by a call of the module that it belongs to."""
+    plain = assemble([_trained_on_llama(single_process(), {}, tmp_path / "plain")])
+    shared = assemble(ranks(ParallelLayout(dp=2), _trained_on_llama, EVERYTHING, tmp_path / "shared"))
+    assert _difference(shared, plain) < EXACT
 
 
 def _events(context: ParallelContext, config: RunConfig, run: Path) -> tuple[list[str], list[int]]:
@@ -297,12 +333,15 @@ class _Late(Pending):
         self.action().wait()
 
 
-def _gathering_late(context: ParallelContext, config: RunConfig, run: Path) -> Pieces:
-    start = Axis.start_all_gather
-
+def _late_gather(start: Callable[..., Pending]) -> Callable[..., Pending]:
     def late(axis: Axis, x: torch.Tensor, output: torch.Tensor) -> Pending:
         return _Late(lambda: start(axis, x, output))
 
+    return late
+
+
+def _gathering_late(context: ParallelContext, config: RunConfig, run: Path) -> Pieces:
+    late = _late_gather(Axis.start_all_gather)
     return _with([mock.patch.object(Axis, "start_all_gather", late)], context, config, run)
 
 
