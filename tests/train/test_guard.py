@@ -29,11 +29,17 @@ class Poisoned:
     def __init__(self, context: ParallelContext, model: torch.nn.Module, factor: float) -> None:
         self._bad_tokens = torch.from_numpy(GeneratedSamples().sample(BAD_SAMPLE)[:-1])
         self._factor, self._applies = factor, False
-        model.word_embedding.register_forward_pre_hook(self._look)
+        # Of pipeline stages only the first reads tokens; any may spoil its own, and the last layer is the last one's.
+        is_first = context.pp.rank == 0
+        if is_first:
+            model.word_embedding.register_forward_pre_hook(self._look)
         if math.isfinite(factor):
             model.final_norm.register_forward_hook(self._spoil)
         elif context.tp.rank == context.tp.size - 1:
-            model.blocks[1].attention.core.register_forward_hook(self._spoil)
+            layer = "0" if context.pp.size > 1 else "1"
+            block = model.blocks.get_submodule(layer) if is_first else None
+            if block is not None:
+                block.attention.core.register_forward_hook(self._spoil)
 
     def _look(self, module, inputs) -> None:
         tokens = inputs[0] if inputs[0].shape[0] == len(self._bad_tokens) else inputs[0].t()
@@ -43,8 +49,9 @@ class Poisoned:
         return output * self._factor if self._applies else output
 
 
-def _config(**faults):
+def _config(parallel=None, **faults):
     return small_config(
+        parallel=parallel or {},
         train={"train_iters": STEPS, "micro_batch_size": MICRO, "global_batch_size": BATCH, "eval_interval": 1000},
         checkpoint={"save": "run", "save_interval": 2},
         faults=faults,
@@ -131,6 +138,28 @@ def test_a_skipped_step_leaves_no_trace_in_the_weights(ranks, tmp_path) -> None:
     assert by_policy == by_hand
     after = slice(BAD_STEP, STEPS)
     assert losses(tmp_path / "policy")[after] == losses(tmp_path / "hand")[after]
+
+
+@pytest.mark.parametrize(
+    ("layout", "parallel", "found_by"),
+    [
+        (ParallelLayout(dp=2), {"overlap_grad_reduce": True, "use_distributed_optimizer": True}, {1}),
+        (ParallelLayout(pp=2), {"pipeline_model_parallel_size": 2}, {0, 1}),
+    ],
+)
+def test_reductions_under_way_and_pipelines_are_put_in_order(ranks, tmp_path, layout, parallel, found_by) -> None:
+    """A refused update has started to sum its gradients; and the stages of a pipeline look together."""
+    results = ranks(layout, _train, tmp_path, math.nan, {"on_nonfinite": "skip", "parallel": parallel})
+    assert len(set(results)) == 1
+    ended, step, _, num_skipped, _ = results[0]
+    assert (ended, step, num_skipped) == ("done", STEPS, 1)
+    (incident,) = _incidents(tmp_path)
+    assert {finding["rank"] for finding in incident["findings"]} == found_by
+    reference = tmp_path / "plain"
+    ranks(ParallelLayout(), _train, reference, math.nan, {"on_nonfinite": "skip"})
+    ours, theirs = ([x for x in losses(run) if x is not None] for run in (tmp_path, reference))
+    assert len(ours) == STEPS  # one of them is of the validation, and that of the bad step is no number
+    assert ours == pytest.approx(theirs, rel=1e-10)
 
 
 def test_skipping_has_a_limit(ranks, tmp_path) -> None:
