@@ -37,18 +37,12 @@ def pretrain(parsed: ParsedRun, environment: LaunchEnvironment) -> int:
     """Check what the run needs, build it, from the ground up, and train; return the exit code."""
     run = prepare(parsed, environment)
     # Imported here: torch takes seconds to load, and a mistyped flag should not.
-    import torch
-
-    from megascale.config.pipeline import stages_of_run
-    from megascale.data.loader import BatchLoader
-    from megascale.data.samples import SampleSource
-    from megascale.model.gpt import GPT
     from megascale.optim.build import ModelOptimizer
-    from megascale.parallel.boundary import build_boundary
     from megascale.parallel.context import launch
     from megascale.parallel.random import RandomStreams
     from megascale.parallel.sharding import initialise
     from megascale.train.agreed_start import agree_on_start
+    from megascale.train.build import build_loader, build_model
     from megascale.train.device import choose_backend, choose_device
     from megascale.train.failures import failure_directory, first_failure_told_once
     from megascale.train.metrics import RunMetrics
@@ -63,7 +57,9 @@ def pretrain(parsed: ParsedRun, environment: LaunchEnvironment) -> int:
     device = choose_device(run.config, environment)
     backend, timeout = choose_backend(run.config, device), run.config.parallel.distributed_timeout_minutes
     with ExitStack() as stack:
-        context = stack.enter_context(launch(run.layout, environment.rank, device, backend, timeout))
+        context = stack.enter_context(
+            launch(run.layout, environment.rank, device, backend, timeout, restart_count=environment.restart_count)
+        )
         failures = failure_directory(run.config.checkpoint.save, context.world)
         stack.enter_context(first_failure_told_once(failures, environment))
         run = agree_on_start(
@@ -72,38 +68,14 @@ def pretrain(parsed: ParsedRun, environment: LaunchEnvironment) -> int:
             start_without=lambda damaged: find_start(parsed.config, damaged),
             prepare_again=lambda start: prepare(parsed, environment, start),
         )
-        config, train = run.config, run.config.train
+        config, train, sources = run.config, run.config.train, run.sources
         streams = RandomStreams(train.seed, context.tp, device)
-        model = GPT(
-            config.model,
-            context.tp,
-            streams,
-            getattr(torch, train.params_dtype),
-            device,
-            recompute_granularity=train.recompute_granularity,
-            label_smoothing=train.label_smoothing,
-            boundary=build_boundary(context.tp, streams, config.parallel),
-            stages=stages_of_run(config, context.pp.rank),
-            pp_ends=context.pp_ends,
-        )
+        model = build_model(config, context, streams)
         if run.start is None:
             initialise(model, train.seed)
         optimizer = ModelOptimizer(model, config, context.tp, context.dp, context.pp)
         state = load_snapshot(run.start, optimizer) if run.start else TrainState()
         directory = open_run_directory(run, context)
-
-        def loader(source: SampleSource) -> BatchLoader:
-            return BatchLoader(
-                source,
-                train.micro_batch_size,
-                train.global_batch_size,
-                context.dp.rank,
-                context.dp.size,
-                config.model.vocab_size,
-                run.sources.eod_id,
-                config.data.eod_mask_loss,
-            )
-
         metrics = stack.enter_context(
             RunMetrics(directory, state.step, train.train_iters, context.speaks, config.logging)
         )
@@ -117,8 +89,8 @@ def pretrain(parsed: ParsedRun, environment: LaunchEnvironment) -> int:
             model,
             optimizer,
             streams,
-            loader(run.sources.train),
-            loader(run.sources.valid) if run.sources.valid is not None else None,
+            build_loader(sources.train, config, context, sources.eod_id),
+            build_loader(sources.valid, config, context, sources.eod_id) if sources.valid is not None else None,
             state,
             metrics,
             save=saving,

@@ -179,7 +179,7 @@ def _first_layers_on_every_stage(config: RunConfig, pp_rank: int) -> tuple[Pipel
 
 
 def _with_the_first_layers_on_every_stage(context: ParallelContext, config: RunConfig, run: Path) -> Pieces:
-    with mock.patch.object(training, "stages_of_run", _first_layers_on_every_stage):
+    with mock.patch("megascale.train.build.stages_of_run", _first_layers_on_every_stage):
         return _train_without_saving(context, config, run)
 
 
@@ -219,7 +219,7 @@ def test_planted_bugs_are_seen(ranks, reference, tmp_path, planted) -> None:
 
 
 def _save_with_the_first_layers_on_every_stage(context: ParallelContext, config: RunConfig, run: Path) -> str:
-    with mock.patch.object(training, "stages_of_run", _first_layers_on_every_stage):
+    with mock.patch("megascale.train.build.stages_of_run", _first_layers_on_every_stage):
         trainer = build_trainer(context, config, run)
     with pytest.raises(SaveError) as refused:
         trainer.save(trainer.state)

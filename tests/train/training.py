@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megascale.config.pipeline import stages_of_run
 from megascale.config.resolution import resolve
 from megascale.config.schema import (
     CheckpointConfig,
@@ -22,14 +21,12 @@ from megascale.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
-from megascale.data.loader import BatchLoader
 from megascale.data.samples import SampleSource
-from megascale.model.gpt import GPT
 from megascale.optim.build import ModelOptimizer
-from megascale.parallel.boundary import build_boundary
 from megascale.parallel.context import ParallelContext
 from megascale.parallel.random import RandomStreams
 from megascale.parallel.sharding import initialise
+from megascale.train.build import build_loader, build_model
 from megascale.train.metrics import METRICS_FILE, RunMetrics, read_records
 from megascale.train.rewind import restore_newest
 from megascale.train.saving import build_saving
@@ -111,38 +108,16 @@ def build_trainer(
     """Build what pretrain_gpt.py builds, on generated samples unless a source is given."""
     config = with_layout(config, context)
     streams = RandomStreams(config.train.seed, context.tp, context.device)
-    model = GPT(
-        config.model,
-        context.tp,
-        streams,
-        getattr(torch, config.train.params_dtype),
-        recompute_granularity=config.train.recompute_granularity,
-        label_smoothing=config.train.label_smoothing,
-        boundary=build_boundary(context.tp, streams, config.parallel),
-        stages=stages_of_run(config, context.pp.rank),
-        pp_ends=context.pp_ends,
-    )
+    model = build_model(config, context, streams)
     initialise(model, config.train.seed)
     optimizer = ModelOptimizer(model, config, context.tp, context.dp, context.pp)
     state = load_snapshot(load, optimizer) if load else TrainState()
     if context.speaks:
         run.mkdir(parents=True, exist_ok=True)
     context.world.barrier()
-    train = config.train
-
-    def loader() -> BatchLoader:
-        return BatchLoader(
-            source or GeneratedSamples(),
-            train.micro_batch_size,
-            train.global_batch_size,
-            context.dp.rank,
-            context.dp.size,
-            VOCAB_SIZE,
-            EOD,
-            config.data.eod_mask_loss,
-        )
-
-    metrics = RunMetrics(run, state.step, train.train_iters, context.speaks, config.logging)
+    source = source or GeneratedSamples()
+    train_loader, valid_loader = (build_loader(source, config, context, EOD) for _ in range(2))
+    metrics = RunMetrics(run, state.step, config.train.train_iters, context.speaks, config.logging)
     saving = build_saving(run, optimizer, config, context)
     return Trainer(
         config,
@@ -150,8 +125,8 @@ def build_trainer(
         model,
         optimizer,
         streams,
-        loader(),
-        loader(),
+        train_loader,
+        valid_loader,
         state,
         metrics,
         save=saving,
