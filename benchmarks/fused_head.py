@@ -7,9 +7,9 @@ grows beyond its inputs and their gradients, in a process of its own for each.
 from __future__ import annotations
 
 import multiprocessing
-import resource
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,12 @@ def send_peak_memory(name: str, connection: Connection) -> None:
     action = actions()[name]
     # Touches the libraries' own buffers first, which are the same for both.
     torch.ones(8, 8) @ torch.ones(8, 8)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _memory("VmRSS")
     action()
-    connection.send(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    connection.send(_memory("VmHWM") - before)
+
+
+def _memory(field: str) -> int:
+    """Return a figure of this process in bytes: VmRSS now, VmHWM at its peak (getrusage may tell the parent's peak)."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])

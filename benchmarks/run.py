@@ -45,7 +45,13 @@ def main() -> None:
 
 def line(result: Comparison) -> str:
     ratio = f"{result.ratio:.2f} ({result.low:.2f} to {result.high:.2f})"
-    return f"| {result.what} | {result.baseline:.3g} {result.unit} | {result.ours:.3g} {result.unit} | {ratio} |"
+    return (
+        f"| {result.what} | {_figure(result.baseline)} {result.unit} | {_figure(result.ours)} {result.unit} | {ratio} |"
+    )
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def machine() -> str:
