@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megascale.config.layout import Coordinates, ParallelLayout
 from megascale.parallel.collective_log import WAIT, Collective, CollectiveLog, CollectiveWatcher
@@ -246,6 +247,7 @@ def launch(
     backend: str,
     timeout_minutes: float = 10.0,
     init_method: str = "env://",
+    restart_count: int = 0,
 ) -> Iterator[ParallelContext]:
     """Open the process groups of `layout`, yield this rank's context, and close them.
 
@@ -256,17 +258,16 @@ def launch(
         backend: "gloo" or "nccl".
         timeout_minutes: How long a collective may wait for the others before it raises.
         init_method: How the ranks find each other; torchrun's environment by default.
+        restart_count: How often torchrun has started these ranks again.
     """
     if layout.world_size == 1:
         yield single_process(device)
         return
-    dist.init_process_group(
-        backend,
-        init_method=init_method,
-        rank=rank,
-        world_size=layout.world_size,
-        timeout=timedelta(minutes=timeout_minutes),
-    )
+    timeout = timedelta(minutes=timeout_minutes)
+    store, _, _ = next(rendezvous(init_method, rank, layout.world_size, timeout=timeout))
+    # torchrun's store outlives the ranks: under a name of its own, no start finds the addresses of the one before.
+    store = dist.PrefixStore(f"start_{restart_count}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
     try:
         log = CollectiveLog()
         place = layout.coordinates(rank)

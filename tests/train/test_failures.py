@@ -38,10 +38,11 @@ def test_torchrun_restarts_and_the_run_resumes_by_itself(flags, tmp_path) -> Non
     victim = read_heartbeat(heartbeat_file(tmp_path / "parts", 1))
     assert victim is not None
     os.kill(victim.process, signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     resumed = re.search(r"resuming after step (\d+)", output)
     assert resumed, output
+    assert "connectFullMesh" not in output, "the second start looked for the ranks of the first"
     assert int(resumed.group(1)) >= 20
     ends = [read_manifest(tmp_path / name / "checkpoints" / f"step_{steps:08d}") for name in ("whole", "parts")]
     assert ends[0].state == ends[1].state
@@ -78,7 +79,7 @@ def test_ids_outside_the_vocabulary_are_told_once_by_the_rank_that_reads_them(fl
     finished = run(as_arguments(wrong), _TORCHRUN)
     assert finished.returncode != 0
     assert finished.stderr.count("is not below the vocabulary size 60") == 1, finished.stderr
-    assert "Traceback" not in finished.stderr.split("torch.distributed.elastic")[0]
+    assert finished.stderr.count("Traceback") == 1, "torchrun's own, for a worker that failed"
     (folder,) = (tmp_path / "run" / "failures").iterdir()
     assert json.loads((folder / FIRST_FAILURE_FILE).read_text())["error"].startswith("UserError")
 
