@@ -44,10 +44,8 @@ def main() -> None:
 
 
 def line(result: Comparison) -> str:
-    ratio = f"{result.ratio:.2f} ({result.low:.2f} to {result.high:.2f})"
-    return (
-        f"| {result.what} | {_figure(result.baseline)} {result.unit} | {_figure(result.ours)} {result.unit} | {ratio} |"
-    )
+    baseline, ours = (f"{_figure(value)} {result.unit}" for value in (result.baseline, result.ours))
+    return f"| {result.what} | {baseline} | {ours} | {result.ratio:.2f} ({result.low:.2f} to {result.high:.2f}) |"
 
 
 def _figure(value: float) -> str:
