@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from benchmarks import async_save, fused_head, reading, tensor_parallel
+from benchmarks import async_save, fused_head, memory, reading, tensor_parallel
 from benchmarks.timing import Comparison
 
 RESULTS = Path(__file__).with_name("results.md")
@@ -25,7 +25,7 @@ def main() -> None:
     started = time.perf_counter()
     load = os.getloadavg()[0]
     rows = []
-    for benchmark in (reading, fused_head, tensor_parallel, async_save):
+    for benchmark in (reading, fused_head, tensor_parallel, memory, async_save):
         for comparison in benchmark.measure():
             rows.append(line(comparison))
             print(rows[-1], flush=True)
