@@ -25,13 +25,19 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
 @dataclass(frozen=True)
 class RankHeader:
-    """Where the rank that wrote a file stood; `reads_data`: whether its samples count among those of its run."""
+    """Where the rank that wrote a file stood.
+
+    sequence_parallel, distributed_optimizer: what, beside the layout, decides which sums a rank's tensors hold.
+    reads_data: whether its samples count among those of its run.
+    """
 
     rank: int
     world_size: int
     tp: int
     dp: int
     pp: int
+    sequence_parallel: bool
+    distributed_optimizer: bool
     reads_data: bool
     dtype: str
 
@@ -99,6 +105,12 @@ def read_digests(run_directory: Path) -> list[RankDigests]:
     return ranks
 
 
+def _layout(header: RankHeader) -> str:
+    """Name everything that decides in which order, and on which rank, a run adds up."""
+    options = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(header, name)]
+    return " ".join([f"tp={header.tp} dp={header.dp} pp={header.pp}", *options])
+
+
 def compare_runs(first: Path, second: Path, tolerance: float | None = None) -> tuple[bool, str]:
     """Return whether two runs are the same as far as both went, and a text that says so, or where they part.
 
@@ -112,7 +124,7 @@ def compare_runs(first: Path, second: Path, tolerance: float | None = None) -> t
     common = sorted(set(a[0].steps) & set(b[0].steps))
     if not common:
         raise UserError(f"{first} and {second} have no step in common")
-    layouts = [(r[0].header.tp, r[0].header.dp, r[0].header.pp) for r in (a, b)]
+    layouts = [_layout(r[0].header) for r in (a, b)]
     same_layout = layouts[0] == layouts[1]
     accepted = tolerance if tolerance is not None else max(TOLERANCES[r[0].header.dtype] for r in (a, b))
     for step in common:
@@ -122,10 +134,9 @@ def compare_runs(first: Path, second: Path, tolerance: float | None = None) -> t
     span = f"steps {common[0]} to {common[-1]}" if len(common) > 1 else f"step {common[0]}"
     if same_layout:
         return True, f"the runs are the same in {span}, bit for bit, on all {len(a)} ranks"
-    shown = " and ".join(f"tp={tp} dp={dp} pp={pp}" for tp, dp, pp in layouts)
     return True, (
-        f"the runs agree in {span}: the same samples, losses and gradient norms within {accepted:g} (layouts {shown} "
-        f"add up in different orders, so their bits differ)"
+        f"the runs agree in {span}: the same samples, losses and gradient norms within {accepted:g} (layouts "
+        f"{' and '.join(layouts)} add up in different orders, so their bits differ)"
     )
 
 

@@ -62,6 +62,8 @@ class DigestLog(Observer):
             context.tp.size,
             context.dp.size,
             context.pp.size,
+            config.parallel.sequence_parallel,
+            config.parallel.use_distributed_optimizer,
             reads_data=context.tp.rank == 0 and context.pp.rank == 0,
             dtype=config.train.params_dtype,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,8 @@ def digested(ranks, tmp_path_factory) -> Path:
         assert set(ranks(layout, _train, folder / name, config)) == {""}
     ranks(layout, _train, folder / "changed", config, (3, "blocks.1.mlp.down.weight", 4))
     ranks(ParallelLayout(dp=2), _train, folder / "other-layout", config)
+    sharing = replace(config, parallel=replace(config.parallel, use_distributed_optimizer=True))
+    ranks(layout, _train, folder / "sharing", sharing)
     seeded = small_config(
         train={"train_iters": STEPS, "micro_batch_size": 2, "seed": 4321},
         checkpoint={"save": "run"},
@@ -140,6 +143,13 @@ def test_the_first_step_rank_and_tensor_that_differ_are_named(digested) -> None:
     assert not same
     # The change came after the update of step 4 and before its digest.
     assert "the runs part at step 4: weight of blocks.1.mlp.down.weight on rank 3" in text
+
+
+def test_a_shared_optimizer_is_another_layout(digested) -> None:
+    """Its ranks sum their own share of the gradients only, so bits are not to be compared."""
+    same, text = compare_runs(digested / "a", digested / "sharing")
+    assert same, text
+    assert "tp=2 dp=2 pp=1 distributed_optimizer" in text
 
 
 def test_layouts_are_compared_within_a_tolerance(digested) -> None:
