@@ -6,7 +6,6 @@ that raises fails the call with its traceback, and the pool is started anew, sin
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import tempfile
 import time
@@ -103,6 +102,3 @@ def _serve(connection: Connection) -> None:
             connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
-        # A trainer and its groups hold each other: until they are collected, each group keeps gloo's threads alive.
-        function = result = args = context = None
-        gc.collect()
