@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megascale.parallel.context import Axis
 
 # The fused head works on as many token rows at a time as keep one chunk of float32 logits under this size. 128 MiB on a
-# CPU (about the last-level cache per worker times a few) and 1 GiB on a GPU, where larger GEMMs are faster.
+# CPU, as benchmarks/fused_head.py measures it; 1 GiB on a GPU is a guess that nobody has measured yet.
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 
 
